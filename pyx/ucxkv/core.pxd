@@ -1,0 +1,338 @@
+"""The state that the native modules share, and the lock that guards it (see core.pyx)."""
+
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+
+from ucxkv.pthread cimport pthread_cond_t, pthread_mutex_t, pthread_t
+from ucxkv.spans cimport Cursor, Geometry
+from ucxkv.ucp cimport ucp_context_h, ucp_ep_h, ucp_mem_h, ucp_rkey_h, ucp_worker_h, ucs_status_t
+
+
+cdef enum:
+    MAX_AM_WORKERS = 16
+    MAX_LINKS = 8192
+    MAX_WORDS = 65536           # generation words: caches (and holds) that can exist at once
+    MAX_TRANSFERS = 65536
+    GET_RING = 64               # GETs in flight of one transfer
+    GET_MAX = 1048576           # bytes of one GET
+    GET_WINDOW = 4194304        # bytes of GETs in flight on one link: bounds the drain of a fence
+    STREAM_CHUNK = 262144       # bytes of one streamed message
+    STREAM_WINDOW = 2097152     # bytes of streamed messages in flight on one link
+    ZERO_COPY_MIN = 65536       # shorter runs are packed, longer ones are sent from where they lie
+    PACK_BUFFERS = 128
+    MAX_SERVES = 1024           # requests that one peer may have open
+    LATENCY_BUCKETS = 320       # 8 to each doubling of nanoseconds
+    REQUEST_BLOCKS = 16000      # block numbers in one message: below 64 KiB
+
+
+cdef enum Path:
+    PATH_GET = 1
+    PATH_STREAM = 2
+
+
+cdef enum TransferState:
+    WAITING = 0                 # created, not submitted: link or cache are being looked up
+    RUNNING = 1
+    FENCING = 2                 # its end is decided; operations that may still write are draining
+    DONE = 3
+
+
+cdef enum PlaneState:
+    CLOSED = 0
+    OPEN = 1
+    CLOSING = 2
+
+
+cdef enum:
+    # Status values of SPEC section 2 that native code sets.
+    ST_SUCCESS = 0
+    ST_FAILED = 0xFFFFFFFF
+    ST_CACHE_NOT_EXIST = 0x5010B002
+    ST_PARAM_INVALID = 0x5010B005
+    ST_NOT_YET_LINK = 0x5010B007
+    ST_TIMEOUT = 0x5010B01A
+    ST_OUT_OF_MEMORY = 0x5010B01C
+    # Only on the wire: the request has to be made again.
+    ST_RETRY = 1
+
+
+cdef struct Worker:
+    ucp_context_h context
+    ucp_worker_h worker
+    int event_fd
+
+
+cdef struct Plane:
+    # One UCX endpoint of a link, opened again as often as it breaks.
+    ucp_ep_h ep
+    PlaneState state
+    bint wanted                 # open (again) when closed
+    bint failed
+    ucs_status_t error
+    void* close_request
+    uint32_t outstanding        # operations whose completion UCX still owes
+    uint64_t retry_at
+    uint64_t backoff
+    void* address
+    Worker* worker
+
+
+cdef struct GetOp:
+    Transfer* transfer
+    Link* link
+    uint64_t end                # stream offset behind this operation's bytes
+    uint64_t length
+    uint64_t attempt
+    bint done
+    bint busy
+
+
+cdef struct Transfer:
+    Core* core
+    int refs
+    Transfer* prev              # all transfers
+    Transfer* next
+    Transfer* link_prev         # those of one link
+    Transfer* link_next
+    Link* link
+    Path path
+    TransferState state
+    uint32_t status
+    ucs_status_t ucs
+    char reason[160]
+    uint32_t index              # place in Core.transfers and in the scratch words
+    uint32_t attempt
+    uint64_t deadline
+    uint64_t submitted
+    uint64_t ended
+    CacheMem* dst
+    RemoteMem* src
+    Geometry src_geo
+    Geometry dst_geo
+    uint32_t* src_blocks
+    uint32_t* dst_blocks
+    uint64_t total
+    uint64_t layer_bytes
+    uint32_t layers
+    uint64_t good               # bytes known to be right, in stream order
+    uint32_t layers_done
+    uint64_t spans
+    Cursor src_cursor
+    Cursor dst_cursor
+    # path "get"
+    GetOp ring[GET_RING]
+    uint32_t head
+    uint32_t queued
+    uint32_t outstanding
+    uint64_t posted
+    uint64_t landed
+    GetOp check
+    uint64_t check_upto
+    bint verify_first
+    uint32_t errors
+    uint64_t error_landed
+    uint64_t fence_by
+    # path "stream"
+    bint requested
+    uint64_t received
+    uint64_t confirmed
+    # waiting callers
+    pthread_mutex_t mutex
+    pthread_cond_t cond
+    int event_fd
+
+
+cdef struct SendOp:
+    SendOp* next
+    Link* link
+    Serve* serve
+    CacheMem* cache             # memory the message is sent from, or NULL
+    void* buffer                # pack buffer, or NULL
+    uint64_t end
+    uint64_t length
+    bint done
+    uint32_t header_length
+    uint8_t header[192]
+    void* payload               # malloc'd with the message, or NULL
+
+
+cdef struct Serve:
+    Serve* next
+    Link* link
+    CacheMem* cache
+    uint64_t transfer           # the puller's number
+    Geometry geo
+    Cursor cursor
+    uint32_t* blocks
+    uint64_t n_blocks_known
+    uint64_t total
+    uint64_t offset             # next byte to send
+    uint64_t confirmed          # bytes whose sends are over while the cache was registered
+    uint64_t confirmed_sent
+    SendOp* first               # sends in order
+    SendOp* last
+    uint32_t outstanding
+    bint ended                  # nothing more to send but the closing message
+    uint32_t status
+
+
+cdef struct Region:
+    ucp_mem_h memh
+    uint64_t start
+    uint64_t length
+
+
+cdef struct CacheMem:
+    # Registered memory of this process.
+    int64_t cache_id
+    uint64_t generation
+    uint32_t slot
+    uint32_t num_tensors
+    uint64_t blocks
+    uint64_t block_bytes
+    uint64_t* addrs
+    uint32_t* region_of
+    Region* regions
+    uint32_t n_regions
+    bint readable               # peers may read it
+    bint writable               # may be pulled into
+    bint retiring
+    bint retired
+    uint32_t pulls              # transfers into it
+    uint32_t serves             # requests that read it
+    uint32_t sends              # messages being sent straight from it
+
+
+cdef struct RemoteMem:
+    # Memory of a peer, as its catalogue told.
+    int refs
+    RemoteMem* next             # of the same link
+    Link* link
+    int64_t cache_id
+    uint64_t generation
+    uint32_t slot
+    uint32_t num_tensors
+    uint64_t blocks
+    uint64_t block_bytes
+    uint64_t* addrs
+    uint32_t* region_of
+    uint32_t n_regions
+    void** packed
+    ucp_rkey_h* rkeys
+    bint retired
+    uint32_t active
+
+
+cdef struct Link:
+    Core* core
+    int refs
+    Link* next
+    uint32_t slot
+    uint64_t token
+    uint32_t peer_slot
+    uint64_t peer_token
+    bint connected
+    bint closing
+    bint closed
+    Plane am
+    Plane rma
+    # proofs
+    bint ping_due
+    bint pong_due
+    bint proven                 # a PONG has come over the present endpoint
+    bint ever_proven
+    uint64_t ping_at
+    int get_trial               # 0 not begun, 1 running, 2 decided
+    bint get_ok
+    uint64_t trial_by
+    GetOp trial
+    uint64_t words_address
+    void* words_rkey_packed
+    ucp_rkey_h words_rkey
+    uint64_t word0
+    RemoteMem* remotes
+    Transfer* transfers         # circular
+    uint32_t n_transfers
+    bint watched                # someone waits for n_transfers or n_serves to become 0
+    uint64_t get_bytes          # in flight
+    Serve* serves
+    uint32_t n_serves
+    uint64_t blocks_held        # block numbers in those requests
+    uint64_t stream_bytes       # in flight
+    uint64_t* cancels
+    uint32_t n_cancels
+    uint32_t cap_cancels
+    ucs_status_t error
+    bint dirty
+    bint drop_am                # force-close the streaming endpoint at the next step
+    uint64_t drop_rma_at        # force-close the RMA endpoint at this time, 0: never
+    # totals
+    uint64_t bytes_get
+    uint64_t bytes_stream
+    uint64_t bytes_served
+    uint64_t repairs
+    uint64_t dropped            # messages without a valid token
+
+
+cdef struct Totals:
+    uint64_t transfers          # ended, whatever their status
+    uint64_t bytes              # of those that succeeded
+    uint64_t spans
+    uint64_t failed
+    uint64_t not_exist
+    uint64_t timeouts
+    uint64_t not_linked
+    uint64_t latency[LATENCY_BUCKETS]
+
+
+cdef struct Core:
+    pthread_mutex_t gate
+    pthread_mutex_t lock
+    pthread_cond_t idle         # with `lock`: a retiring cache or a link has become idle
+    pthread_t thread
+    bint thread_running
+    bint stop
+    bint asleep
+    uint64_t sleep_until
+    int wake_fd
+    int notify_fd
+    int pid
+    Worker rma
+    Worker am[MAX_AM_WORKERS]
+    int n_am
+    Link** links                # by slot
+    Link* first_link
+    Transfer** transfers        # by index
+    uint32_t* free_transfers
+    uint32_t n_free_transfers
+    uint32_t attempts           # source of numbers for transfers on the wire
+    Transfer* first_transfer
+    uint64_t next_deadline
+    uint64_t* words
+    uint32_t* free_words
+    uint32_t n_free_words
+    uint64_t* scratch           # where GETs of generation words land: one per transfer and link
+    ucp_mem_h words_memh
+    ucp_mem_h scratch_memh
+    CacheMem** caches           # by word
+    SendOp* free_sends
+    void** pack_buffers
+    int n_pack_buffers
+    int pack_made
+    bint starved                # a chunk waits for a pack buffer
+    uint32_t n_closing          # endpoints being closed: their progress raises no event
+    Totals totals
+    uint64_t dropped            # messages that name no link of ours
+
+
+cdef void core_lock(Core* core) noexcept nogil
+cdef void core_unlock(Core* core) noexcept nogil
+cdef void core_timer(Core* core, uint64_t when, bint wake) noexcept nogil
+cdef void core_wake(Core* core) noexcept nogil
+cdef void core_notify(Core* core) noexcept nogil
+cdef uint64_t random64() noexcept nogil
+cdef SendOp* send_new(Core* core) noexcept nogil
+cdef void send_free(Core* core, SendOp* op) noexcept nogil
+cdef void* pack_take(Core* core) noexcept nogil
+cdef void pack_give(Core* core, void* buffer) noexcept nogil
+cdef Core* core_new() except NULL
+cdef void core_free(Core* core) noexcept nogil

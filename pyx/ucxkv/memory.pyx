@@ -1,0 +1,438 @@
+"""Memory that takes part in transfers.
+
+:class:`LocalCache` is a cache registered here: its tensors' addresses, the memory regions UCX has
+mapped for them (one for all tensors that touch or overlap) and its generation word, 64 random bits
+in a table that peers can read for as long as the engine lives.  Unregistering changes the word, so
+that whoever still reads the memory can tell afterwards that what it has read may be another's.
+:class:`RemoteCache` is what a peer's catalogue said about one of its caches.
+
+The owner of the Python objects behind the addresses is ``ucxkv.catalogue``: it lets go of them only
+after :meth:`LocalCache.retire` has said that nothing refers to the memory any more.
+"""
+
+cimport cython
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy, memset
+from posix.unistd cimport getpid
+
+from ucxkv.core cimport (
+    MAX_WORDS,
+    OPEN,
+    ST_CACHE_NOT_EXIST,
+    CacheMem,
+    Core,
+    Link,
+    Region,
+    RemoteMem,
+    SendOp,
+    Serve,
+    Transfer,
+    core_lock,
+    core_timer,
+    core_unlock,
+    core_wake,
+    random64,
+)
+from ucxkv.endpoint cimport NativeLink
+from ucxkv.pthread cimport now_ns, pthread_cond_timedwait, timespec, to_timespec
+from ucxkv.transfer cimport remote_unref, transfer_end
+from ucxkv.ucp cimport (
+    UCP_MEM_MAP_PARAM_FIELD_ADDRESS,
+    UCP_MEM_MAP_PARAM_FIELD_LENGTH,
+    UCP_MEM_MAP_PARAM_FIELD_PROT,
+    UCP_MEM_MAP_PROT_LOCAL_READ,
+    UCP_MEM_MAP_PROT_LOCAL_WRITE,
+    UCP_MEM_MAP_PROT_REMOTE_READ,
+    UCS_OK,
+    ucp_mem_map,
+    ucp_mem_map_params_t,
+    ucp_mem_unmap,
+    ucp_rkey_buffer_release,
+    ucp_rkey_h,
+    ucp_rkey_pack,
+    ucs_status_string,
+    ucs_status_t,
+)
+
+
+cdef enum:
+    # After its deadline an unregistration waits this long for sends in flight, then closes the
+    # endpoints under them; they end within milliseconds, the second bound is for a broken UCX.
+    SEND_GRACE_NS = 10000000
+    DRAIN_MAX_NS = 5000000000
+
+
+cdef void region_map(Core* core, Region* region, unsigned int prot) except *:
+    cdef ucp_mem_map_params_t params
+    cdef ucs_status_t status
+    memset(&params, 0, sizeof(params))
+    params.field_mask = (UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH
+                         | UCP_MEM_MAP_PARAM_FIELD_PROT)
+    params.address = <void*>region.start
+    params.length = region.length
+    params.prot = prot
+    with nogil:
+        status = ucp_mem_map(core.rma.context, &params, &region.memh)
+    if status != UCS_OK:
+        region.memh = NULL
+        raise MemoryError(
+            f"UCX cannot register {region.length} bytes: {ucs_status_string(status).decode()}"
+            " (on RDMA fabrics check the locked-memory limit, ulimit -l)")
+
+
+def merge_ranges(starts, Py_ssize_t length):
+    """Regions that cover `length` bytes from each start: ([(start, length)], index per start).
+
+    Ranges that touch or overlap share a region.
+    """
+    regions = []
+    index = [0] * len(starts)
+    first = end = 0
+    for i in sorted(range(len(starts)), key=starts.__getitem__):
+        start = starts[i]
+        if not regions or start > end:
+            regions.append((start, length))
+            first = start
+            end = start + length
+        elif start + length > end:
+            end = start + length
+            regions[len(regions) - 1] = (first, end - first)
+        index[i] = len(regions) - 1
+    return regions, index
+
+
+@cython.no_gc
+cdef class LocalCache:
+    """Registered memory of this process; made by ``NativeEngine.register``."""
+
+    def __init__(self):
+        raise TypeError("local caches are made by NativeEngine.register")
+
+    @staticmethod
+    def _register(engine, core_address, int64_t cache_id, addresses, uint64_t blocks,
+                  uint64_t block_bytes, bint readable, bint writable):
+        cdef LocalCache self = LocalCache.__new__(LocalCache)
+        self.core = <Core*><size_t>core_address
+        self._engine = engine
+        self._map(cache_id, addresses, blocks, block_bytes, readable, writable)
+        return self
+
+    def _map(self, int64_t cache_id, addresses, uint64_t blocks, uint64_t block_bytes,
+             bint readable, bint writable):
+        cdef CacheMem* mem = <CacheMem*>calloc(1, sizeof(CacheMem))
+        cdef Py_ssize_t i, count = len(addresses)
+        cdef unsigned int prot = UCP_MEM_MAP_PROT_LOCAL_READ
+        if mem == NULL:
+            raise MemoryError
+        self.mem = mem
+        regions, index = merge_ranges(addresses, blocks * block_bytes)
+        mem.cache_id = cache_id
+        mem.num_tensors = <uint32_t>count
+        mem.blocks = blocks
+        mem.block_bytes = block_bytes
+        mem.readable = readable
+        mem.writable = writable
+        mem.addrs = <uint64_t*>malloc(max(1, count) * sizeof(uint64_t))
+        mem.region_of = <uint32_t*>malloc(max(1, count) * sizeof(uint32_t))
+        mem.regions = <Region*>calloc(max(1, len(regions)), sizeof(Region))
+        if mem.addrs == NULL or mem.region_of == NULL or mem.regions == NULL:
+            raise MemoryError
+        for i in range(count):
+            mem.addrs[i] = addresses[i]
+            mem.region_of[i] = index[i]
+        if writable:
+            prot |= UCP_MEM_MAP_PROT_LOCAL_WRITE
+        if readable:
+            prot |= UCP_MEM_MAP_PROT_REMOTE_READ
+        for start, length in regions:
+            mem.regions[mem.n_regions].start = start
+            mem.regions[mem.n_regions].length = length
+            if self.core.rma.context != NULL:
+                region_map(self.core, &mem.regions[mem.n_regions], prot)
+            mem.n_regions += 1
+        with nogil:
+            core_lock(self.core)
+            if self.core.n_free_words > 0 and not self.core.stop:
+                self.core.n_free_words -= 1
+                mem.slot = self.core.free_words[self.core.n_free_words]
+                mem.generation = random64()
+                self.core.words[mem.slot] = mem.generation
+                self.core.caches[mem.slot] = mem
+            core_unlock(self.core)
+        if mem.slot == 0:
+            raise MemoryError(f"an engine has at most {MAX_WORDS - 1} caches at a time")
+
+    def __dealloc__(self):
+        if self.mem == NULL:
+            return
+        if self.core.pid == getpid() and (self.mem.slot == 0 or self.mem.retired):
+            self.unmap()
+            free(self.mem.addrs)
+            free(self.mem.region_of)
+            free(self.mem.regions)
+            free(self.mem)
+
+    cdef void unmap(self) noexcept:
+        cdef uint32_t i
+        cdef Core* core = self.core
+        cdef CacheMem* mem = self.mem
+        with nogil:
+            for i in range(mem.n_regions):
+                if mem.regions[i].memh != NULL and core.rma.context != NULL:
+                    ucp_mem_unmap(core.rma.context, mem.regions[i].memh)
+                    mem.regions[i].memh = NULL
+
+    @property
+    def cache_id(self):
+        """The number peers name this cache by; never used again."""
+        return self.mem.cache_id
+
+    @property
+    def generation(self):
+        """The 64 random bits in its generation word while it is registered."""
+        return self.mem.generation
+
+    @property
+    def slot(self):
+        """Index of its generation word."""
+        return self.mem.slot
+
+    @property
+    def regions(self):
+        """Number of memory regions its tensors were merged into."""
+        return self.mem.n_regions
+
+    def export(self):
+        """What peers need to read it: (addresses, regions, rkeys).
+
+        Addresses are little-endian u64 and regions u32, one of each per tensor; there is one packed
+        rkey per region, or none without an RMA context.
+        """
+        cdef void* buffer
+        cdef size_t size
+        cdef uint32_t i
+        cdef ucs_status_t status
+        rkeys = []
+        if self.core.rma.context != NULL:
+            for i in range(self.mem.n_regions):
+                status = ucp_rkey_pack(self.core.rma.context, self.mem.regions[i].memh, &buffer,
+                                       &size)
+                if status != UCS_OK:
+                    raise RuntimeError(
+                        f"UCX cannot pack an rkey: {ucs_status_string(status).decode()}")
+                rkeys.append(PyBytes_FromStringAndSize(<char*>buffer, size))
+                ucp_rkey_buffer_release(buffer)
+        return (
+            PyBytes_FromStringAndSize(<char*>self.mem.addrs,
+                                      self.mem.num_tensors * sizeof(uint64_t)),
+            PyBytes_FromStringAndSize(<char*>self.mem.region_of,
+                                      self.mem.num_tensors * sizeof(uint32_t)),
+            rkeys,
+        )
+
+    @property
+    def busy(self):
+        """Transfers into it, requests reading it and messages being sent from it."""
+        return self.mem.pulls + self.mem.serves + self.mem.sends
+
+    def begin_retire(self):
+        """Refuse new transfers; fence those into it, which end with KV_CACHE_NOT_EXIST."""
+        cdef Transfer* t
+        cdef Transfer* following
+        cdef CacheMem* mem = self.mem
+        with nogil:
+            core_lock(self.core)
+            mem.retiring = True
+            t = self.core.first_transfer
+            while t != NULL:
+                following = t.next
+                if t.dst == mem and t.link != NULL:
+                    transfer_end(t, ST_CACHE_NOT_EXIST, UCS_OK,
+                                 b"the destination was unregistered")
+                t = following
+            core_wake(self.core)
+            core_unlock(self.core)
+
+    def wait_served(self, double seconds):
+        """Wait until no request reads it; True if so within `seconds`."""
+        cdef bint served
+        cdef uint64_t end = now_ns() + <uint64_t>(max(0.0, seconds) * 1e9)
+        with nogil:
+            core_lock(self.core)
+            served = wait_idle(self.core, self.mem, end, True)
+            core_unlock(self.core)
+        return bool(served)
+
+    def retire(self):
+        """Change the generation word and end whatever still refers to the memory.
+
+        Returns True when nothing does; False if UCX would not give the memory back within seconds,
+        in which case the caller must keep it alive.
+        """
+        cdef bint idle
+        cdef CacheMem* mem = self.mem
+        cdef Core* core = self.core
+        with nogil:
+            core_lock(core)
+            mem.retiring = True
+            if not mem.retired:
+                core.words[mem.slot] = random64()
+                store_barrier()
+                end_serves(core, mem)
+            core_wake(core)
+            idle = wait_idle(core, mem, now_ns() + SEND_GRACE_NS, False)
+            if not idle:
+                drop_endpoints(core, mem)
+                core_wake(core)
+                idle = wait_idle(core, mem, now_ns() + DRAIN_MAX_NS, False)
+            if idle and not mem.retired:
+                mem.retired = True
+                core.caches[mem.slot] = NULL
+                core.free_words[core.n_free_words] = mem.slot
+                core.n_free_words += 1
+            core_unlock(core)
+        if idle:
+            self.unmap()
+        return bool(idle)
+
+
+cdef extern from *:
+    """
+    #define store_barrier() __sync_synchronize()
+    """
+    void store_barrier() noexcept nogil
+
+
+cdef bint wait_idle(Core* core, CacheMem* mem, uint64_t end, bint serves_only) noexcept nogil:
+    cdef timespec until
+    while mem.serves > 0 or (not serves_only and (mem.sends > 0 or mem.pulls > 0)):
+        if now_ns() >= end:
+            return False
+        until = to_timespec(end)
+        pthread_cond_timedwait(&core.idle, &core.lock, &until)
+    return True
+
+
+cdef void end_serves(Core* core, CacheMem* mem) noexcept nogil:
+    """The peer gets what is confirmed and the word that there will be no more."""
+    cdef Link* link = core.first_link
+    cdef Serve* serve
+    while link != NULL:
+        serve = link.serves
+        while serve != NULL:
+            if serve.cache == mem:
+                serve.cache = NULL
+                mem.serves -= 1
+                if not serve.ended:
+                    serve.ended = True
+                    serve.status = ST_CACHE_NOT_EXIST
+                link.dirty = True
+            serve = serve.next
+        link = link.next
+
+
+cdef void drop_endpoints(Core* core, CacheMem* mem) noexcept nogil:
+    """Force-close the endpoints whose sends still point at `mem`."""
+    cdef Link* link = core.first_link
+    cdef Serve* serve
+    cdef SendOp* op
+    while link != NULL:
+        serve = link.serves
+        while serve != NULL:
+            op = serve.first
+            while op != NULL:
+                if op.cache == mem and not op.done:
+                    link.drop_am = True
+                    link.dirty = True
+                op = op.next
+            serve = serve.next
+        link = link.next
+
+
+@cython.no_gc
+cdef class RemoteCache:
+    """A peer's cache as its catalogue described it.
+
+    `addresses` and `regions` are packed as :meth:`LocalCache.export` gives them; the cache has
+    `num_tensors` tensors of `blocks * block_bytes` bytes each.
+    """
+
+    def __init__(self, NativeLink link not None, *, int64_t cache_id, uint64_t generation,
+                 uint32_t slot, uint32_t num_tensors, uint64_t blocks, uint64_t block_bytes,
+                 bytes addresses not None, bytes regions not None, list rkeys not None):
+        cdef RemoteMem* mem
+        cdef uint32_t i
+        cdef Py_ssize_t size
+        if (PyBytes_GET_SIZE(addresses) != num_tensors * sizeof(uint64_t)
+                or PyBytes_GET_SIZE(regions) != num_tensors * sizeof(uint32_t)
+                or slot >= MAX_WORDS):
+            raise ValueError("a catalogue entry contradicts itself")
+        if self.mem != NULL:
+            raise RuntimeError("already initialised")
+        mem = <RemoteMem*>calloc(1, sizeof(RemoteMem))
+        if mem == NULL:
+            raise MemoryError
+        self.core = link.core
+        self._link = link
+        self.mem = mem
+        mem.refs = 1
+        mem.cache_id = cache_id
+        mem.generation = generation
+        mem.slot = slot
+        mem.num_tensors = num_tensors
+        mem.blocks = blocks
+        mem.block_bytes = block_bytes
+        mem.addrs = <uint64_t*>malloc(max(1, PyBytes_GET_SIZE(addresses)))
+        mem.region_of = <uint32_t*>malloc(max(1, PyBytes_GET_SIZE(regions)))
+        mem.packed = <void**>calloc(max(1, len(rkeys)), sizeof(void*))
+        mem.rkeys = <ucp_rkey_h*>calloc(max(1, len(rkeys)), sizeof(ucp_rkey_h))
+        if (mem.addrs == NULL or mem.region_of == NULL or mem.packed == NULL
+                or mem.rkeys == NULL):
+            raise MemoryError
+        memcpy(mem.addrs, PyBytes_AS_STRING(addresses), PyBytes_GET_SIZE(addresses))
+        memcpy(mem.region_of, PyBytes_AS_STRING(regions), PyBytes_GET_SIZE(regions))
+        mem.n_regions = <uint32_t>len(rkeys)
+        for i in range(mem.n_regions):
+            rkey = <bytes?>rkeys[i]
+            size = PyBytes_GET_SIZE(rkey)
+            mem.packed[i] = malloc(max(1, size))
+            if mem.packed[i] == NULL:
+                raise MemoryError
+            memcpy(mem.packed[i], PyBytes_AS_STRING(rkey), size)
+        for i in range(num_tensors):
+            if mem.n_regions and mem.region_of[i] >= mem.n_regions:
+                raise ValueError("a catalogue entry contradicts itself")
+        with nogil:
+            core_lock(self.core)
+            mem.link = link.link
+            mem.next = link.link.remotes
+            link.link.remotes = mem
+            mem.refs += 1
+            core_unlock(self.core)
+
+    def __dealloc__(self):
+        if self.mem == NULL or self.core.pid != getpid():
+            return
+        with nogil:
+            core_lock(self.core)
+            self.mem.retired = True
+            if self.mem.link != NULL:
+                self.mem.link.dirty = True
+            remote_unref(self.mem)
+            core_unlock(self.core)
+
+    def retire(self):
+        """Take no new pulls; running ones may end.  See `active`."""
+        self.mem.retired = True
+
+    @property
+    def retired(self):
+        """The owner has unregistered it, or is about to."""
+        return bool(self.mem.retired)
+
+    @property
+    def active(self):
+        """Running pulls that read it."""
+        return self.mem.active

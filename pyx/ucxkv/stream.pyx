@@ -1,0 +1,738 @@
+"""The path "stream": the owner's service thread sends what a request names.
+
+Over active messages, all of them answered natively:
+
+========  ==================  ======================================================================
+REQUEST   puller to owner     cache, generation, tensors, slot or blocks, and the byte to begin at
+BLOCKS    puller to owner     further block numbers of a long request
+DATA      owner to puller     bytes at one offset of the stream, and how many bytes are confirmed
+END       owner to puller     the last confirmation, or why there will be no more
+CANCEL    puller to owner     forget a request
+PING/PONG both                the data plane works in both directions
+========  ==================  ======================================================================
+
+A byte is *confirmed* when the send that read it is over and the cache was still registered then;
+the puller believes nothing beyond.  Every message begins with the receiving link's slot and token.
+
+All functions want the engine's lock to be held.
+"""
+
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy, memset
+
+from ucxkv.core cimport (
+    MAX_LINKS,
+    MAX_SERVES,
+    MAX_WORDS,
+    OPEN,
+    PATH_STREAM,
+    REQUEST_BLOCKS,
+    RUNNING,
+    ST_CACHE_NOT_EXIST,
+    ST_FAILED,
+    ST_PARAM_INVALID,
+    ST_RETRY,
+    ST_SUCCESS,
+    STREAM_CHUNK,
+    STREAM_WINDOW,
+    ZERO_COPY_MIN,
+    CacheMem,
+    Core,
+    Link,
+    SendOp,
+    Serve,
+    Transfer,
+    core_notify,
+    core_timer,
+    pack_take,
+    send_free,
+    send_new,
+)
+from ucxkv.endpoint cimport plane_fail
+from ucxkv.pthread cimport pthread_cond_broadcast
+from ucxkv.spans cimport Geometry, cursor_advance, cursor_run, cursor_seek, geometry_bytes
+from ucxkv.transfer cimport (
+    transfer_advance,
+    transfer_end,
+    transfer_find,
+    transfer_number,
+    transfer_renumber,
+)
+from ucxkv.ucp cimport (
+    UCP_AM_FLAG_WHOLE_MSG,
+    UCP_AM_HANDLER_PARAM_FIELD_ARG,
+    UCP_AM_HANDLER_PARAM_FIELD_CB,
+    UCP_AM_HANDLER_PARAM_FIELD_FLAGS,
+    UCP_AM_HANDLER_PARAM_FIELD_ID,
+    UCP_AM_RECV_ATTR_FLAG_RNDV,
+    UCP_AM_SEND_FLAG_EAGER,
+    UCP_OP_ATTR_FIELD_CALLBACK,
+    UCP_OP_ATTR_FIELD_FLAGS,
+    UCP_OP_ATTR_FIELD_USER_DATA,
+    UCS_ERR_CANCELED,
+    UCS_OK,
+    UCS_PTR_IS_ERR,
+    UCS_PTR_STATUS,
+    ucp_am_handler_param_t,
+    ucp_am_recv_callback_t,
+    ucp_am_recv_param_t,
+    ucp_am_send_nbx,
+    ucp_request_free,
+    ucp_request_param_t,
+    ucp_worker_h,
+    ucp_worker_set_am_recv_handler,
+    ucs_status_t,
+)
+
+
+cdef enum:
+    AM_PING = 1
+    AM_PONG = 2
+    AM_REQUEST = 3
+    AM_BLOCKS = 4
+    AM_DATA = 5
+    AM_END = 6
+    AM_CANCEL = 7
+    PING_AGAIN_NS = 200000000
+    # Requests that a puller has open at one owner: the others wait for their turn.
+    MAX_REQUESTS = 512
+    # Block numbers that one link's requests may hold at the owner (64 MiB of them).
+    MAX_BLOCKS = 16777216
+
+
+cdef struct Head:
+    uint32_t slot
+    uint32_t status
+    uint64_t token
+    uint64_t transfer
+
+
+cdef struct Request:
+    Head head
+    int64_t cache_id
+    uint64_t generation
+    uint32_t cache_slot
+    uint32_t first_tensor
+    uint32_t tensors
+    uint32_t has_blocks
+    uint64_t block
+    uint64_t n_blocks
+    uint64_t block_len
+    uint64_t start
+
+
+cdef struct Blocks:
+    Head head
+    uint64_t position
+
+
+cdef struct Data:
+    Head head
+    uint64_t offset
+    uint64_t confirmed
+
+
+# --- sending -------------------------------------------------------------------------------------
+
+cdef void on_sent(void* request, ucs_status_t status, void* user_data) noexcept nogil:
+    cdef SendOp* op = <SendOp*>user_data
+    cdef Link* link = op.link
+    cdef Core* core = link.core
+    cdef Serve* serve = op.serve
+    if request != NULL:
+        ucp_request_free(request)
+    link.am.outstanding -= 1
+    link.dirty = True
+    if op.cache != NULL:
+        op.cache.sends -= 1
+        if op.cache.retiring and op.cache.sends == 0:
+            pthread_cond_broadcast(&core.idle)
+    if status != UCS_OK and status != UCS_ERR_CANCELED:
+        plane_fail(link, &link.am, status)
+    if core.starved and op.buffer != NULL:
+        core.starved = False
+        mark_all(core)
+    if serve == NULL:
+        send_free(core, op)
+        return
+    link.stream_bytes -= op.length
+    serve.outstanding -= 1
+    op.done = True
+    if status != UCS_OK:
+        end_serve(serve, ST_RETRY)
+    while serve.first != NULL and serve.first.done:
+        op = serve.first
+        # What was sent after the cache had gone is never confirmed.
+        if serve.cache != NULL and serve.confirmed < op.end:
+            serve.confirmed = op.end
+        serve.first = op.next
+        if serve.first == NULL:
+            serve.last = NULL
+        send_free(core, op)
+
+
+cdef void mark_all(Core* core) noexcept nogil:
+    cdef Link* link = core.first_link
+    while link != NULL:
+        link.dirty = True
+        link = link.next
+
+
+cdef void send(Link* link, unsigned int am, SendOp* op, const void* payload,
+               uint64_t length) noexcept nogil:
+    """Hand `op`, whose header is filled, to UCX; it comes back through on_sent."""
+    cdef ucp_request_param_t param
+    cdef void* request
+    memset(&param, 0, sizeof(param))
+    param.op_attr_mask = (UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA
+                          | UCP_OP_ATTR_FIELD_FLAGS)
+    param.flags = UCP_AM_SEND_FLAG_EAGER
+    param.cb.send = on_sent
+    param.user_data = op
+    op.link = link
+    link.am.outstanding += 1
+    request = ucp_am_send_nbx(link.am.ep, am, op.header, op.header_length, payload, length, &param)
+    if request == NULL:
+        on_sent(NULL, UCS_OK, op)
+    elif UCS_PTR_IS_ERR(request):
+        on_sent(NULL, UCS_PTR_STATUS(request), op)
+
+
+cdef inline void fill_head(Head* head, const Link* link, uint64_t transfer) noexcept nogil:
+    head.slot = link.peer_slot
+    head.status = 0
+    head.token = link.peer_token
+    head.transfer = transfer
+
+
+cdef bint send_head(Link* link, unsigned int am, uint64_t transfer, uint32_t status,
+                    uint64_t confirmed) noexcept nogil:
+    cdef SendOp* op = send_new(link.core)
+    cdef Data* data
+    if op == NULL:
+        return False
+    data = <Data*>op.header
+    fill_head(&data.head, link, transfer)
+    data.head.status = status
+    data.confirmed = confirmed
+    op.header_length = sizeof(Data)
+    send(link, am, op, NULL, 0)
+    return True
+
+
+# --- puller --------------------------------------------------------------------------------------
+
+cdef bint send_request(Link* link, Transfer* t) noexcept nogil:
+    cdef SendOp* op = send_new(link.core)
+    cdef Request* request
+    cdef Blocks* more
+    cdef uint64_t done, count
+    if op == NULL:
+        return False
+    # Whatever of an earlier attempt was not confirmed comes again.
+    transfer_renumber(t)
+    t.received = t.good
+    t.confirmed = t.good
+    cursor_seek(&t.dst_cursor, &t.dst_geo, t.good)
+    t.requested = True
+    request = <Request*>op.header
+    fill_head(&request.head, link, transfer_number(t))
+    request.cache_id = t.src.cache_id
+    request.generation = t.src.generation
+    request.cache_slot = t.src.slot
+    request.first_tensor = t.src_geo.first
+    request.tensors = t.src_geo.count
+    request.has_blocks = t.src_geo.blocks != NULL
+    request.block = t.src_geo.block
+    request.n_blocks = t.src_geo.n_blocks
+    request.block_len = t.src_geo.block_len
+    request.start = t.good
+    op.header_length = sizeof(Request)
+    if t.src_geo.blocks == NULL:
+        send(link, AM_REQUEST, op, NULL, 0)
+        return True
+    count = send_blocks(link, AM_REQUEST, op, t, 0)
+    done = count
+    while count > 0 and done < t.src_geo.n_blocks and not link.am.failed:
+        op = send_new(link.core)
+        if op == NULL:
+            return False
+        more = <Blocks*>op.header
+        fill_head(&more.head, link, transfer_number(t))
+        more.position = done
+        op.header_length = sizeof(Blocks)
+        count = send_blocks(link, AM_BLOCKS, op, t, done)
+        done += count
+    return count > 0
+
+
+cdef uint64_t send_blocks(Link* link, unsigned int am, SendOp* op, Transfer* t,
+                          uint64_t position) noexcept nogil:
+    """Send the next block numbers of `t` with `op`; how many, 0 if memory is out."""
+    cdef uint64_t count = min(t.src_geo.n_blocks - position, <uint64_t>REQUEST_BLOCKS)
+    # The transfer may end, and free its list, before UCX has sent this.
+    op.payload = malloc(count * sizeof(uint32_t))
+    if op.payload == NULL:
+        send_free(link.core, op)
+        return 0
+    memcpy(op.payload, t.src_geo.blocks + position, count * sizeof(uint32_t))
+    send(link, am, op, op.payload, count * sizeof(uint32_t))
+    return count
+
+
+cdef void pump_requests(Link* link) noexcept nogil:
+    cdef Transfer* t = link.transfers
+    cdef uint32_t left = link.n_transfers, requested = 0
+    while left > 0 and requested < MAX_REQUESTS and not link.am.failed:
+        left -= 1
+        if t.path == PATH_STREAM and t.state == RUNNING:
+            requested += 1
+            if not t.requested and not send_request(link, t):
+                transfer_end(t, ST_FAILED, UCS_OK, b"no memory for the request")
+                return
+        t = t.link_next
+
+
+cdef void pump_cancels(Link* link) noexcept nogil:
+    while link.n_cancels > 0:
+        link.n_cancels -= 1
+        send_head(link, AM_CANCEL, link.cancels[link.n_cancels], 0, 0)
+
+
+cdef void believe(Transfer* t) noexcept nogil:
+    transfer_advance(t, t.received if t.received < t.confirmed else t.confirmed)
+
+
+cdef ucs_status_t on_data(void* arg, const void* header, size_t header_length, void* data,
+                          size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
+    cdef const Data* message = <const Data*>header
+    cdef const uint8_t* source = <const uint8_t*>data
+    cdef Link* link = addressed(<Core*>arg, &message.head, header_length, sizeof(Data), param)
+    cdef Transfer* t
+    cdef uint64_t run, target = 0
+    if link == NULL:
+        return UCS_OK
+    t = transfer_find(link.core, link, message.head.transfer)
+    if t == NULL or t.path != PATH_STREAM or not t.requested:
+        return UCS_OK
+    if message.offset != t.received or length > t.total - t.received:
+        # Never seen: UCX keeps the order of one endpoint's messages.
+        transfer_end(t, ST_FAILED, UCS_OK, b"the peer streams what was not asked for")
+        return UCS_OK
+    t.received += length
+    while length > 0:
+        run = cursor_run(&t.dst_cursor, &t.dst_geo, length, &target)
+        memcpy(<void*>target, source, run)
+        cursor_advance(&t.dst_cursor, &t.dst_geo, run)
+        t.spans += 1
+        source += run
+        length -= run
+    if message.confirmed > t.confirmed:
+        t.confirmed = message.confirmed
+    believe(t)
+    return UCS_OK
+
+
+cdef ucs_status_t on_end(void* arg, const void* header, size_t header_length, void* data,
+                         size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
+    cdef const Data* message = <const Data*>header
+    cdef Link* link = addressed(<Core*>arg, &message.head, header_length, sizeof(Data), param)
+    cdef Transfer* t
+    if link == NULL:
+        return UCS_OK
+    t = transfer_find(link.core, link, message.head.transfer)
+    if t == NULL or t.path != PATH_STREAM or not t.requested:
+        return UCS_OK
+    if message.confirmed > t.confirmed:
+        t.confirmed = message.confirmed
+    believe(t)
+    if t.state != RUNNING or message.head.status == ST_SUCCESS:
+        return UCS_OK
+    t.requested = False
+    if message.head.status == ST_RETRY:
+        link.dirty = True
+    elif message.head.status == ST_CACHE_NOT_EXIST:
+        transfer_end(t, ST_CACHE_NOT_EXIST, UCS_OK, b"its owner has unregistered it")
+    elif message.head.status == ST_PARAM_INVALID:
+        transfer_end(t, ST_FAILED, UCS_OK, b"the owner refuses the request as out of range")
+    else:
+        transfer_end(t, ST_FAILED, UCS_OK, b"the owner could not serve the request")
+    return UCS_OK
+
+
+# --- owner ---------------------------------------------------------------------------------------
+
+cdef uint32_t check_request(Core* core, const Request* r, CacheMem** cache) noexcept nogil:
+    """Whether the request may be served: everything in it comes from another process."""
+    cdef CacheMem* mem
+    if r.cache_slot >= MAX_WORDS:
+        return ST_PARAM_INVALID
+    mem = core.caches[r.cache_slot]
+    if (mem == NULL or mem.cache_id != r.cache_id or mem.generation != r.generation
+            or mem.retiring or not mem.readable):
+        return ST_CACHE_NOT_EXIST
+    if (r.tensors == 0 or r.first_tensor >= mem.num_tensors
+            or r.tensors > mem.num_tensors - r.first_tensor
+            or r.block >= mem.blocks or r.block_len == 0 or r.block_len > mem.block_bytes
+            or r.n_blocks == 0 or r.n_blocks > MAX_BLOCKS
+            or (not r.has_blocks and r.n_blocks != 1)):
+        return ST_PARAM_INVALID
+    if r.start > r.tensors * r.n_blocks * r.block_len:
+        return ST_PARAM_INVALID
+    cache[0] = mem
+    return ST_SUCCESS
+
+
+cdef bint take_blocks(Serve* serve, uint64_t position, const uint32_t* blocks,
+                      uint64_t count) noexcept nogil:
+    """Add block numbers to a request; False if they are not what it still lacks."""
+    cdef uint64_t i, limit = serve.cache.blocks if serve.cache != NULL else 0
+    if position != serve.n_blocks_known or count > serve.geo.n_blocks - position:
+        return False
+    for i in range(count):
+        if blocks[i] >= limit:
+            return False
+    memcpy(serve.blocks + position, blocks, count * sizeof(uint32_t))
+    serve.n_blocks_known += count
+    return True
+
+
+cdef void end_serve(Serve* serve, uint32_t status) noexcept nogil:
+    if not serve.ended:
+        serve.ended = True
+        serve.status = status
+    if serve.cache != NULL:
+        serve.cache.serves -= 1
+        if serve.cache.retiring and serve.cache.serves == 0:
+            pthread_cond_broadcast(&serve.link.core.idle)
+        serve.cache = NULL
+    serve.link.dirty = True
+
+
+cdef ucs_status_t on_request(void* arg, const void* header, size_t header_length, void* data,
+                             size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
+    cdef const Request* r = <const Request*>header
+    cdef Core* core = <Core*>arg
+    cdef Link* link = addressed(core, &r.head, header_length, sizeof(Request), param)
+    cdef CacheMem* mem = NULL
+    cdef Serve* serve
+    cdef Serve** tail
+    cdef uint32_t status
+    if link == NULL or link.n_serves >= MAX_SERVES:
+        return UCS_OK
+    status = check_request(core, r, &mem)
+    serve = <Serve*>calloc(1, sizeof(Serve))
+    if serve == NULL:
+        return UCS_OK
+    serve.link = link
+    serve.transfer = r.head.transfer
+    if status == ST_SUCCESS and r.has_blocks and r.n_blocks > MAX_BLOCKS - link.blocks_held:
+        status = ST_FAILED
+    elif status == ST_SUCCESS and r.has_blocks:
+        serve.blocks = <uint32_t*>malloc(r.n_blocks * sizeof(uint32_t))
+        if serve.blocks == NULL:
+            status = ST_FAILED
+    if status == ST_SUCCESS:
+        mem.serves += 1
+        serve.cache = mem
+        serve.geo.addrs = mem.addrs
+        serve.geo.first = r.first_tensor
+        serve.geo.count = r.tensors
+        serve.geo.stride = mem.block_bytes
+        serve.geo.block_len = r.block_len
+        serve.geo.blocks = serve.blocks
+        serve.geo.block = r.block
+        serve.geo.n_blocks = r.n_blocks
+        link.blocks_held += r.n_blocks if r.has_blocks else 0
+        serve.total = geometry_bytes(&serve.geo)
+        serve.offset = r.start
+        serve.confirmed = r.start
+        serve.confirmed_sent = r.start
+        cursor_seek(&serve.cursor, &serve.geo, r.start)
+        if r.has_blocks and not take_blocks(serve, 0, <const uint32_t*>data,
+                                            length // sizeof(uint32_t)):
+            status = ST_PARAM_INVALID
+    if status != ST_SUCCESS:
+        end_serve(serve, status)
+    tail = &link.serves
+    while tail[0] != NULL:
+        tail = &tail[0].next
+    tail[0] = serve
+    link.n_serves += 1
+    link.dirty = True
+    return UCS_OK
+
+
+cdef Serve* find_serve(Link* link, uint64_t number) noexcept nogil:
+    cdef Serve* serve = link.serves
+    while serve != NULL and serve.transfer != number:
+        serve = serve.next
+    return serve
+
+
+cdef ucs_status_t on_blocks(void* arg, const void* header, size_t header_length, void* data,
+                            size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
+    cdef const Blocks* message = <const Blocks*>header
+    cdef Link* link = addressed(<Core*>arg, &message.head, header_length, sizeof(Blocks), param)
+    cdef Serve* serve
+    if link == NULL:
+        return UCS_OK
+    serve = find_serve(link, message.head.transfer)
+    if serve == NULL or serve.ended or serve.blocks == NULL:
+        return UCS_OK
+    if not take_blocks(serve, message.position, <const uint32_t*>data,
+                       length // sizeof(uint32_t)):
+        end_serve(serve, ST_PARAM_INVALID)
+    link.dirty = True
+    return UCS_OK
+
+
+cdef ucs_status_t on_cancel(void* arg, const void* header, size_t header_length, void* data,
+                            size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
+    cdef const Data* message = <const Data*>header
+    cdef Link* link = addressed(<Core*>arg, &message.head, header_length, sizeof(Data), param)
+    cdef Serve* serve
+    if link == NULL:
+        return UCS_OK
+    serve = find_serve(link, message.head.transfer)
+    if serve != NULL:
+        # Success here only means that there is nothing to tell the puller.
+        end_serve(serve, ST_SUCCESS)
+    return UCS_OK
+
+
+cdef bint send_chunk(Link* link, Serve* serve) noexcept nogil:
+    """Send the next piece of one request; False if there is no room for it now."""
+    cdef SendOp* op
+    cdef Data* data
+    cdef uint64_t source = 0, run, length
+    cdef uint8_t* fill
+    cdef const void* payload
+    run = cursor_run(&serve.cursor, &serve.geo, STREAM_CHUNK, &source)
+    op = send_new(link.core)
+    if op == NULL:
+        return False
+    if run >= ZERO_COPY_MIN:
+        length = run
+        payload = <const void*>source
+        op.cache = serve.cache
+        op.cache.sends += 1
+        cursor_advance(&serve.cursor, &serve.geo, run)
+    else:
+        op.buffer = pack_take(link.core)
+        if op.buffer == NULL:
+            send_free(link.core, op)
+            link.core.starved = True
+            return False
+        fill = <uint8_t*>op.buffer
+        length = 0
+        while run > 0:
+            memcpy(fill + length, <const void*>source, run)
+            length += run
+            cursor_advance(&serve.cursor, &serve.geo, run)
+            run = cursor_run(&serve.cursor, &serve.geo, STREAM_CHUNK - length, &source)
+        payload = fill
+        # Packed bytes were read while the cache was registered: nothing more to wait for.
+        if serve.confirmed == serve.offset:
+            serve.confirmed += length
+    data = <Data*>op.header
+    fill_head(&data.head, link, serve.transfer)
+    data.offset = serve.offset
+    data.confirmed = serve.confirmed
+    serve.confirmed_sent = serve.confirmed
+    op.header_length = sizeof(Data)
+    op.serve = serve
+    op.length = length
+    serve.offset += length
+    op.end = serve.offset
+    if serve.last != NULL:
+        serve.last.next = op
+    else:
+        serve.first = op
+    serve.last = op
+    serve.outstanding += 1
+    link.stream_bytes += length
+    link.bytes_served += length
+    send(link, AM_DATA, op, payload, length)
+    return True
+
+
+cdef bint serve_over(Link* link, Serve* serve) noexcept nogil:
+    """Send the closing message when it is due; True if `serve` can be freed."""
+    if serve.ended:
+        if serve.status != ST_SUCCESS:
+            if not send_head(link, AM_END, serve.transfer, serve.status, serve.confirmed):
+                return False
+            serve.status = ST_SUCCESS
+        return serve.outstanding == 0
+    if serve.offset == serve.total and serve.confirmed == serve.total:
+        if serve.confirmed_sent != serve.total:
+            if not send_head(link, AM_END, serve.transfer, ST_SUCCESS, serve.confirmed):
+                return False
+            serve.confirmed_sent = serve.total
+        # Nothing reads the cache any more, though packed bytes may still be on their way.
+        end_serve(serve, ST_SUCCESS)
+        return serve.outstanding == 0
+    return False
+
+
+cdef void free_serve(Link* link, Serve** place) noexcept nogil:
+    cdef Serve* serve = place[0]
+    place[0] = serve.next
+    link.n_serves -= 1
+    if link.watched and link.n_serves == 0:
+        core_notify(link.core)
+    if serve.blocks != NULL:
+        link.blocks_held -= serve.geo.n_blocks
+    free(serve.blocks)
+    free(serve)
+
+
+cdef void pump_serves(Link* link) noexcept nogil:
+    """Send chunks in turn for all requests, as far as the window goes; free what is over."""
+    cdef Serve** place
+    cdef Serve* serve
+    cdef Serve* head
+    cdef bint moved = True
+    while moved and link.serves != NULL:
+        moved = False
+        place = &link.serves
+        while place[0] != NULL:
+            if link.am.state != OPEN or link.am.failed:
+                return
+            serve = place[0]
+            if (not serve.ended and serve.offset < serve.total
+                    and link.stream_bytes < STREAM_WINDOW
+                    and (serve.blocks == NULL or serve.n_blocks_known == serve.geo.n_blocks)):
+                moved = send_chunk(link, serve) or moved
+            if serve_over(link, serve):
+                free_serve(link, place)
+            else:
+                place = &serve.next
+    # The window was full: whoever was first goes last next time.
+    head = link.serves
+    if head != NULL and head.next != NULL:
+        link.serves = head.next
+        place = &link.serves
+        while place[0] != NULL:
+            place = &place[0].next
+        place[0] = head
+        head.next = NULL
+
+
+# --- the plane -----------------------------------------------------------------------------------
+
+cdef Link* addressed(Core* core, const Head* head, size_t header_length, size_t expected,
+                     const ucp_am_recv_param_t* param) noexcept nogil:
+    """The link a message is for, or NULL: anyone can send packets to UCX's port."""
+    cdef Link* link
+    if header_length != expected or param.recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV:
+        core.dropped += 1
+        return NULL
+    if head.slot >= MAX_LINKS or core.links[head.slot] == NULL:
+        core.dropped += 1
+        return NULL
+    link = core.links[head.slot]
+    if link.token != head.token or link.closing:
+        link.dropped += 1
+        return NULL
+    return link
+
+
+cdef ucs_status_t on_ping(void* arg, const void* header, size_t header_length, void* data,
+                          size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
+    cdef const Data* message = <const Data*>header
+    cdef Link* link = addressed(<Core*>arg, &message.head, header_length, sizeof(Data), param)
+    if link != NULL:
+        link.pong_due = True
+        link.dirty = True
+    return UCS_OK
+
+
+cdef ucs_status_t on_pong(void* arg, const void* header, size_t header_length, void* data,
+                          size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
+    cdef const Data* message = <const Data*>header
+    cdef Link* link = addressed(<Core*>arg, &message.head, header_length, sizeof(Data), param)
+    if link != NULL and not link.proven and link.am.state == OPEN and not link.am.failed:
+        link.proven = True
+        link.ever_proven = True
+        link.am.backoff = 0
+        link.dirty = True
+        core_notify(link.core)
+    return UCS_OK
+
+
+cdef ucs_status_t install(Core* core, ucp_worker_h worker, unsigned int am,
+                          ucp_am_recv_callback_t callback) noexcept nogil:
+    cdef ucp_am_handler_param_t param
+    memset(&param, 0, sizeof(param))
+    param.field_mask = (UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_FLAGS
+                        | UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG)
+    param.id = am
+    param.flags = UCP_AM_FLAG_WHOLE_MSG
+    param.cb = callback
+    param.arg = core
+    return ucp_worker_set_am_recv_handler(worker, &param)
+
+
+cdef ucs_status_t stream_install(Core* core, ucp_worker_h worker) noexcept nogil:
+    cdef ucs_status_t status = install(core, worker, AM_PING, on_ping)
+    if status == UCS_OK:
+        status = install(core, worker, AM_PONG, on_pong)
+    if status == UCS_OK:
+        status = install(core, worker, AM_REQUEST, on_request)
+    if status == UCS_OK:
+        status = install(core, worker, AM_BLOCKS, on_blocks)
+    if status == UCS_OK:
+        status = install(core, worker, AM_DATA, on_data)
+    if status == UCS_OK:
+        status = install(core, worker, AM_END, on_end)
+    if status == UCS_OK:
+        status = install(core, worker, AM_CANCEL, on_cancel)
+    return status
+
+
+cdef void stream_prove(Link* link, uint64_t now) noexcept nogil:
+    """Ping until the peer has answered over the endpoint as it is now; answer its pings."""
+    if link.am.state != OPEN or link.am.failed:
+        return
+    if link.pong_due:
+        link.pong_due = False
+        send_head(link, AM_PONG, 0, 0, 0)
+    if not link.proven and now >= link.ping_at:
+        link.ping_at = now + PING_AGAIN_NS
+        core_timer(link.core, link.ping_at, True)
+        send_head(link, AM_PING, 0, 0, 0)
+
+
+cdef void stream_pump(Link* link) noexcept nogil:
+    if link.am.state == OPEN and not link.am.failed:
+        pump_cancels(link)
+        pump_requests(link)
+        pump_serves(link)
+
+
+cdef void stream_plane_closed(Link* link) noexcept nogil:
+    """Nothing is in flight: requests are made again, and the peer is told to do the same."""
+    cdef Transfer* t = link.transfers
+    cdef Serve* serve = link.serves
+    cdef uint32_t left = link.n_transfers
+    link.ping_at = 0
+    link.n_cancels = 0
+    while left > 0:
+        left -= 1
+        if t.path == PATH_STREAM:
+            t.requested = False
+        t = t.link_next
+    while serve != NULL:
+        if not serve.ended:
+            end_serve(serve, ST_RETRY)
+        serve = serve.next
+
+
+cdef void stream_drop_serves(Link* link) noexcept nogil:
+    """Forget the peer's requests; their sends must be over."""
+    while link.serves != NULL:
+        end_serve(link.serves, ST_SUCCESS)
+        free_serve(link, &link.serves)

@@ -1,0 +1,19 @@
+"""The life of one transfer, whatever its path (see transfer.pyx)."""
+
+from libc.stdint cimport uint32_t, uint64_t
+
+from ucxkv.core cimport Core, Link, RemoteMem, Transfer
+from ucxkv.ucp cimport ucs_status_t
+
+
+cdef Transfer* transfer_new(Core* core, uint64_t deadline) noexcept nogil
+cdef void transfer_unref(Transfer* t) noexcept nogil
+cdef void transfer_begin(Transfer* t, Link* link) noexcept nogil
+cdef void transfer_advance(Transfer* t, uint64_t good) noexcept nogil
+cdef void transfer_end(Transfer* t, uint32_t status, ucs_status_t ucs,
+                       const char* reason) noexcept nogil
+cdef void transfer_settle(Transfer* t) noexcept nogil
+cdef void transfer_renumber(Transfer* t) noexcept nogil
+cdef uint64_t transfer_number(const Transfer* t) noexcept nogil
+cdef Transfer* transfer_find(Core* core, Link* link, uint64_t number) noexcept nogil
+cdef void remote_unref(RemoteMem* r) noexcept nogil
