@@ -119,7 +119,7 @@ cdef void plane_fail(Link* link, Plane* plane, ucs_status_t status) noexcept nog
     link.dirty = True
 
 
-cdef void plane_open(Link* link, Plane* plane) noexcept nogil:
+cdef bint plane_open(Link* link, Plane* plane) noexcept nogil:
     cdef ucp_ep_params_t params
     cdef ucs_status_t status
     memset(&params, 0, sizeof(params))
@@ -134,10 +134,12 @@ cdef void plane_open(Link* link, Plane* plane) noexcept nogil:
     status = ucp_ep_create(plane.worker.worker, &params, &plane.ep)
     if status != UCS_OK:
         plane.ep = NULL
+        plane.error = status
         link_error(link, status)
         back_off(link, plane)
-        return
+        return False
     plane.state = OPEN
+    return True
 
 
 cdef void back_off(Link* link, Plane* plane) noexcept nogil:
@@ -161,7 +163,7 @@ cdef void plane_close(Link* link, Plane* plane) noexcept nogil:
 
 
 cdef bint plane_step(Link* link, Plane* plane, uint64_t now) noexcept nogil:
-    """Move `plane` on; True when it has just become closed, with nothing left in flight."""
+    """Move `plane` on; True when it has been closed, or not been opened: nothing is in flight."""
     if plane.state == OPEN and plane.failed:
         plane_close(link, plane)
     if plane.state == CLOSING:
@@ -179,7 +181,7 @@ cdef bint plane_step(Link* link, Plane* plane, uint64_t now) noexcept nogil:
         link.repairs += 1
         return True
     if plane.state == CLOSED and plane.wanted and now >= plane.retry_at:
-        plane_open(link, plane)
+        return not plane_open(link, plane)
     return False
 
 

@@ -77,6 +77,7 @@ from ucxkv.ucp cimport (
     ucp_worker_get_address,
     ucp_worker_progress,
     ucp_worker_release_address,
+    ucs_global_opts_set_value,
     ucs_status_string,
     ucs_status_t,
 )
@@ -115,6 +116,11 @@ ENGINE_LIMITS = {
     "caches": MAX_WORDS - 1,
     "transfers": MAX_TRANSFERS,
 }
+
+
+def silence_ucx():
+    """Keep UCX from writing to the terminal; what it reports comes in our errors instead."""
+    ucs_global_opts_set_value("LOG_LEVEL", "fatal")
 
 
 def monotonic_ns():
@@ -509,14 +515,14 @@ cdef class TransferHandle:
                 return False
 
     def event_fd(self):
-        """An eventfd that becomes readable whenever a layer has landed or the transfer is over."""
+        """An eventfd that becomes, and stays, readable when the transfer is over."""
         cdef uint64_t one = 1
         cdef Transfer* t = self.t
         with nogil:
             pthread_mutex_lock(&t.mutex)
             if t.event_fd < 0:
                 t.event_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)
-                if t.event_fd >= 0 and (t.state == DONE or t.layers_done > 0):
+                if t.event_fd >= 0 and t.state == DONE:
                     write(t.event_fd, &one, sizeof(one))
             pthread_mutex_unlock(&t.mutex)
         if t.event_fd < 0:

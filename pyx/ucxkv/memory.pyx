@@ -233,6 +233,11 @@ cdef class LocalCache:
         )
 
     @property
+    def writable(self):
+        """Peers' bytes may be pulled into it."""
+        return bool(self.mem.writable)
+
+    @property
     def busy(self):
         """Transfers into it, requests reading it and messages being sent from it."""
         return self.mem.pulls + self.mem.serves + self.mem.sends

@@ -163,7 +163,7 @@ cdef void transfer_begin(Transfer* t, Link* link) noexcept nogil:
 cdef void signal_waiters(Transfer* t) noexcept nogil:
     cdef uint64_t one = 1
     pthread_cond_broadcast(&t.cond)
-    if t.event_fd >= 0:
+    if t.event_fd >= 0 and t.state == DONE:
         write(t.event_fd, &one, sizeof(one))
 
 

@@ -19,6 +19,10 @@ cdef extern from "ucs/type/status.h" nogil:
     ucs_status_t UCS_PTR_STATUS(void* ptr)
 
 
+cdef extern from "ucs/config/global_opts.h" nogil:
+    ucs_status_t ucs_global_opts_set_value(const char* name, const char* value)
+
+
 cdef extern from "ucs/type/thread_mode.h" nogil:
     ctypedef int ucs_thread_mode_t
     enum:

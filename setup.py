@@ -1,0 +1,61 @@
+"""Builds the extensions: every pyx/ucxkv/*.pyx becomes the module of that name in ucxkv."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+
+def ucx_root() -> Path:
+    """Headers and libraries of the libucx wheel, which is a build requirement."""
+    spec = importlib.util.find_spec("libucx")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("the package libucx-cu12 is needed to build ucxkv")
+    return Path(spec.submodule_search_locations[0])
+
+
+ucx = ucx_root()
+coverage = os.environ.get("UCXKV_COVERAGE") == "1"
+sanitize = os.environ.get("UCXKV_SANITIZE")
+flags = ["-O2", "-g1", "-D_GNU_SOURCE", "-pthread"]
+link_flags = ["-pthread"]
+if sanitize:
+    flags += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer"]
+    link_flags += [f"-fsanitize={sanitize}"]
+
+# No rpath: ucxkv/_load.py loads one libucp before the first extension asks for it by its name.
+extensions = [
+    Extension(
+        f"ucxkv.{path.stem}",
+        [path.as_posix()],
+        include_dirs=[str(ucx / "include")],
+        library_dirs=[str(ucx / "lib")],
+        libraries=["ucp", "ucs"],
+        extra_compile_args=flags,
+        extra_link_args=link_flags,
+        define_macros=[("CYTHON_TRACE_NOGIL", "1")] if coverage else [],
+    )
+    for path in sorted(Path("pyx/ucxkv").glob("*.pyx"))
+]
+
+setup(
+    ext_modules=cythonize(
+        extensions,
+        include_path=["pyx"],
+        build_dir="build/cython",
+        nthreads=2,
+        compiler_directives={
+            "language_level": 3,
+            "boundscheck": False,
+            "wraparound": False,
+            "cdivision": True,
+            "initializedcheck": False,
+            "embedsignature": True,
+            "linetrace": coverage,
+        },
+    )
+)

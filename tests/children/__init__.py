@@ -1,0 +1,1 @@
+"""What the tests make their child processes do; every function runs in a child."""

@@ -1,0 +1,101 @@
+"""Actions that bring an engine to its end in one way or another."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from children import actions
+
+if TYPE_CHECKING:
+    from child import Context
+
+
+def pull_in_daemon_thread(ctx: Context, name: str, cluster_id: int, cache_id: int) -> None:
+    threading.Thread(
+        target=actions.pull,
+        args=(ctx, name, cluster_id, cache_id),
+        kwargs={"timeout_ms": 20000},
+        daemon=True,
+    ).start()
+
+
+def options_for(path: str) -> dict[str, Any]:
+    return {"listen": "127.0.0.1:0", **({"path": "get"} if path == "get" else {})}
+
+
+def calls_on(ctx: Context, engine: Any) -> dict[str, str]:
+    import ucxkv
+
+    desc = ucxkv.CacheDesc(1, (1, 10), ucxkv.DataType.UINT8)
+    calls = {
+        "register": lambda: engine.register_kv_cache(desc, [bytearray(10)]),
+        "link": lambda: engine.link_llm_clusters([actions.cluster(9, ("127.0.0.1", 9))]),
+        "pull": lambda: engine.pull_kv_cache(ucxkv.CacheIndex(1, 1), ucxkv.Cache(cache_id=1)),
+    }
+    return {name: actions.attempt(call).kind for name, call in calls.items()}
+
+
+def finalize_twice(ctx: Context) -> dict[str, Any]:
+    ctx.engine.finalize()
+    again = actions.attempt(ctx.engine.finalize).kind
+    return {
+        "again": again,
+        "calls": calls_on(ctx, ctx.engine),
+        "threads": [name for name in actions.thread_names(ctx) if "ucxkv" in name.lower()],
+    }
+
+
+def run_engine_once(ctx: Context, path: str) -> None:
+    engines = [actions.build_engine(number, options_for(path)) for number in (1, 2)]
+    engines[0].link_llm_clusters([actions.cluster(2, engines[1].listen_address)])
+    engines[0].allocate_kv_cache(allocation())
+    for engine in engines:
+        engine.finalize()
+
+
+def allocation() -> Any:
+    import ucxkv
+
+    return ucxkv.CacheDesc(2, (4, 100_000), ucxkv.DataType.UINT8)
+
+
+def context_manager(ctx: Context) -> dict[str, Any]:
+    import ucxkv
+
+    with ucxkv.LlmDataDist(1, options=ucxkv.Options(listen="127.0.0.1:0")) as engine:
+        inside = engine.listen_address
+    after = calls_on(ctx, engine)["register"]
+    return {"inside": inside, "after": after}
+
+
+def drop_engine(ctx: Context, address: tuple[str, int]) -> dict[str, Any]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = actions.build_engine(2, {"listen": "127.0.0.1:0"})
+        engine.link_llm_clusters([actions.cluster(1, address)], timeout_ms=5000)
+        engine.allocate_kv_cache(allocation())
+        del engine
+        gc.collect()
+        end = time.monotonic() + 5
+        while len(os.listdir("/proc/self/task")) > 2 and time.monotonic() < end:
+            time.sleep(0.05)
+            gc.collect()
+    return {"warnings": [one.category.__name__ for one in caught]}
+
+
+def never_initialized(ctx: Context) -> dict[str, Any]:
+    import ucxkv
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = ucxkv.LlmDataDist(1)
+        calls = calls_on(ctx, engine)
+        engine.finalize()
+        del engine
+        gc.collect()
+    return {"warnings": [str(one.message) for one in caught], "calls": calls}

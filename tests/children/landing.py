@@ -1,0 +1,141 @@
+"""Actions that look at layers while they land."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+import model
+from children import actions
+from children.actions import Outcome
+
+if TYPE_CHECKING:
+    from child import Context
+
+
+def reopen(ctx: Context, name: str, tensors: int, shape: tuple[int, ...], seed: int) -> int:
+    """Register the arena of `name` again, with the pattern of `seed` in it."""
+    if name not in ctx.arenas:
+        return actions.make_cache(ctx, name, tensors, shape, seed=seed)
+    arena = ctx.arenas[name]
+    actions.fill_arena(arena, seed)
+    cache = actions.register_arena(ctx, arena, shape)
+    ctx.caches[name] = cache
+    return int(cache.cache_id)
+
+
+def drop_and_overwrite(ctx: Context, name: str, delay: float, timeout_ms: int) -> float:
+    time.sleep(delay)
+    seconds = actions.drop_cache(ctx, name, timeout_ms)
+    actions.paint(ctx, name, 0xEE)
+    return seconds
+
+
+def layer_is_right(ctx: Context, name: str, layer: int, seed: int) -> bool:
+    raws = ctx.arenas[name].raws()
+    return all(
+        model.matches(raws[tensor], actions.tensor_seed(seed, tensor))
+        for tensor in (2 * layer, 2 * layer + 1)
+    )
+
+
+def watch_layers(ctx: Context, name: str, cluster_id: int, cache_id: int, seed: int) -> Outcome:
+    """Look at each layer as soon as it is reported, and at all reported ones again at the end."""
+    wrong: list[int] = []
+    seen = 0
+    args, kwargs = actions.pull_arguments(ctx, name, cluster_id, cache_id, timeout_ms=10000)
+    try:
+        transfer = ctx.engine.pull_kv_cache_async(*args, **kwargs)
+    except LookupError:
+        outcome = actions.attempt(lambda: ctx.engine.pull_kv_cache(*args, **kwargs))
+        outcome.extra.update(wrong=[], layers=0)
+        return outcome
+    over = False
+    while not over:
+        over = transfer.done()
+        count = transfer.layers_done()
+        wrong += [n for n in range(seen, count) if not layer_is_right(ctx, name, n, seed)]
+        seen = max(seen, count)
+    outcome = actions.attempt(lambda: transfer.result(20))
+    wrong += [n for n in range(seen) if not layer_is_right(ctx, name, n, seed)]
+    outcome.extra.update(wrong=wrong, layers=seen)
+    return outcome
+
+
+def iterate_layers(
+    ctx: Context, name: str, cluster_id: int, cache_id: int, seed: int
+) -> dict[str, Any]:
+    args, kwargs = actions.pull_arguments(ctx, name, cluster_id, cache_id, timeout_ms=10000)
+    transfer = ctx.engine.pull_kv_cache_async(*args, **kwargs)
+    order = []
+    wrong = []
+    for layer in transfer.layers():
+        order.append(layer)
+        if not layer_is_right(ctx, name, layer, seed):
+            wrong.append(layer)
+    transfer.result(10)
+    return {"order": order, "wrong": wrong, "at end": transfer.layers_done()}
+
+
+def wait_for_layers(
+    ctx: Context, name: str, cluster_id: int, cache_id: int, seed: int
+) -> dict[str, Any]:
+    args, kwargs = actions.pull_arguments(ctx, name, cluster_id, cache_id, timeout_ms=10000)
+    transfer = ctx.engine.pull_kv_cache_async(*args, **kwargs)
+    wrong = []
+    counts = []
+    for layer in (0, 1, 15, 31):
+        transfer.wait_layer(layer, timeout_ms=10000)
+        counts.append(transfer.layers_done())
+        if counts[-1] <= layer or not layer_is_right(ctx, name, layer, seed):
+            wrong.append(layer)
+    transfer.result(10)
+    beyond = actions.attempt(lambda: transfer.wait_layer(32, timeout_ms=100))
+    return {"wrong": wrong, "counts": counts, "beyond": beyond.kind}
+
+
+def wait_for_last_layer(
+    ctx: Context, name: str, cluster_id: int, cache_id: int, timeout_ms: int
+) -> Outcome:
+    args, kwargs = actions.pull_arguments(ctx, name, cluster_id, cache_id, timeout_ms=timeout_ms)
+    transfer = ctx.engine.pull_kv_cache_async(*args, **kwargs)
+    return actions.attempt(lambda: transfer.wait_layer(transfer_layers(ctx, name) - 1))
+
+
+def transfer_layers(ctx: Context, name: str) -> int:
+    return int(ctx.caches[name].cache_desc.num_tensors) // 2
+
+
+def await_pulls(
+    ctx: Context, name: str, cluster_id: int, cache_id: int, count: int
+) -> dict[str, Any]:
+    args, kwargs = actions.pull_arguments(ctx, name, cluster_id, cache_id, timeout_ms=10000)
+    gone_args, _ = actions.pull_arguments(ctx, name, cluster_id, 10**9)
+
+    async def one() -> str:
+        return type(await ctx.engine.pull_kv_cache_async(*args, **kwargs)).__name__
+
+    async def missing() -> str:
+        try:
+            await ctx.engine.pull_kv_cache_async(*gone_args, **kwargs)
+        except Exception as error:
+            return type(error).__name__
+        return "ok"
+
+    async def run() -> dict[str, Any]:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.001)
+                ticks += 1
+
+        ticking = asyncio.create_task(tick())
+        kinds = await asyncio.gather(*(one() for _ in range(count)))
+        gone = await missing()
+        ticking.cancel()
+        return {"kinds": kinds, "ticks": ticks, "missing": gone}
+
+    return asyncio.run(run())

@@ -1,0 +1,49 @@
+"""Fixtures for all tests: the two paths, a linked pair, and a check that no child is left."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from harness import Peer
+
+PATHS = ("stream", "get")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes more than a few seconds")
+
+
+@pytest.fixture(autouse=True)
+def no_child_left() -> Iterator[None]:
+    """Every process that a test has started ends with it (or with its module's fixtures)."""
+    yield
+    known = {peer.pid for peer in Peer.live}
+    left = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family = {process.pid, *(parent.pid for parent in process.parents())}
+            if not family & known and process.status() != psutil.STATUS_ZOMBIE:
+                left.append(" ".join(process.cmdline()))
+                process.kill()
+    assert not left, f"processes left behind: {left}"
+
+
+@pytest.fixture(params=PATHS, scope="module")
+def path(request: pytest.FixtureRequest) -> str:
+    """Each test runs once over TCP alone and once with GET through CMA."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def pair(path: str) -> Iterator[tuple[Peer, Peer]]:
+    """(owner, puller), linked, shared by the tests of a module that leave them healthy."""
+    with (
+        Peer(1, path=path, name="owner") as owner,
+        Peer(2, path=path, name="puller", listen=False) as puller,
+    ):
+        puller.link(owner)
+        yield owner, puller

@@ -1,0 +1,524 @@
+"""Two real processes, each with an engine, driven by a test that has none of its own.
+
+    with Peer(1, path="get") as owner, Peer(2, path="get") as puller:
+        puller.link(owner)
+        owner.call(actions.make_cache, "kv", 4, (8, 100))
+
+A peer is a fresh interpreter (never a fork).  Functions are sent by name, so they must be
+importable; each gets the child's Context first.  An exception in the child is raised in the test
+with the child's traceback.  A call that takes too long shows the stacks of the child's threads
+and kills it, well before the test's own time is up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import re
+import select
+import shlex
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar
+
+import psutil
+
+from children import actions
+
+HERE = Path(__file__).resolve().parent
+
+# Slow tools (valgrind, sanitizers) stretch the harness's own limits, never a promised one.
+PATIENCE = float(os.environ.get("UCXKV_TEST_PATIENCE", "1"))
+SCALE = float(os.environ.get("UCXKV_TEST_SCALE", "1"))
+WRAP = shlex.split(os.environ.get("UCXKV_TEST_WRAP", ""))
+
+CALL_TIMEOUT = 30.0 * PATIENCE
+
+# What must not be found in the output of a child that did as it was told.
+TROUBLE = re.compile(
+    r"ResourceWarning|Exception ignored|Exception in thread|Traceback \(most recent|"
+    r"Fatal Python error|never retrieved|never awaited|Task was destroyed|"
+    r"AddressSanitizer|LeakSanitizer|Segmentation fault|double free|corrupted|"
+    r"Debug memory block|UCX +FATAL|Assertion"
+)
+
+
+def rounds(default: int) -> int:
+    """Number of rounds of a test that repeats itself, scaled by UCXKV_TEST_SCALE."""
+    return max(1, round(default * SCALE))
+
+
+class RemoteError(Exception):
+    """A function raised in a child; the text is its traceback."""
+
+
+class PeerDied(Exception):
+    """The child went away while the test waited for an answer."""
+
+
+class PeerHung(Exception):
+    """The child did not answer in time; the text shows its stacks."""
+
+
+@dataclass
+class Sample:
+    """Resources of a process at one moment."""
+
+    fds: int
+    threads: int
+    maps: int
+    rss: int
+    sockets: int
+
+
+def sample(pid: int) -> Sample:
+    process = psutil.Process(pid)
+    links = []
+    for entry in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(f"/proc/{pid}/fd/{entry}"))
+    with open(f"/proc/{pid}/maps") as maps:
+        count = sum(1 for _ in maps)
+    return Sample(
+        fds=len(links),
+        threads=process.num_threads(),
+        maps=count,
+        rss=process.memory_info().rss,
+        sockets=sum(link.startswith("socket:") for link in links),
+    )
+
+
+def thread_states(pid: int) -> set[str]:
+    states = set()
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/stat") as stat:
+            states.add(stat.read().rpartition(")")[2].split()[0])
+    return states
+
+
+def cpu_seconds(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def wait_until(condition: Callable[[], Any], timeout: float = 10.0, step: float = 0.02) -> Any:
+    """The first true value of `condition`; AssertionError when there is none in time."""
+    end = time.monotonic() + timeout * PATIENCE
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {timeout} s: {condition}, last value {value!r}")
+        time.sleep(step)
+
+
+class Pending:
+    """A call under way in a child."""
+
+    def __init__(self, peer: Peer, what: str) -> None:
+        self.peer = peer
+        self.what = what
+        self.future: Future[Any] = Future()
+
+    def done(self) -> bool:
+        return self.future.done()
+
+    def result(self, timeout: float | None = None) -> Any:
+        limit = CALL_TIMEOUT if timeout is None else timeout * PATIENCE
+        try:
+            return self.future.result(limit)
+        except FutureTimeout:
+            stacks = self.peer.stacks()
+            self.peer.kill()
+            raise PeerHung(
+                f"{self.what} in {self.peer.name} took more than {limit} s\n{stacks}"
+            ) from None
+
+
+class Peer:
+    """A child process, by default with an initialized engine in it.
+
+    `path`: "stream" is TCP alone, "get" is GET through CMA, "emulated" forces UCX's emulated GET
+    over TCP.  `options` are more arguments of ucxkv.Options; `listen=False` makes a client only.
+    `fds` are descriptors that the child inherits, by name.  `allow` is a pattern of output lines
+    that are no trouble in this test.
+    """
+
+    live: ClassVar[set[Peer]] = set()
+
+    def __init__(
+        self,
+        cluster_id: int,
+        *,
+        path: str = "stream",
+        listen: bool | str = True,
+        options: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+        engine: bool = True,
+        fds: Mapping[str, int] | None = None,
+        name: str | None = None,
+        allow: str | None = None,
+        finalize: bool = True,
+    ) -> None:
+        self.cluster_id = cluster_id
+        self.path = path
+        self.name = name or f"peer {cluster_id}"
+        self.allow = re.compile(allow) if allow else None
+        self.engine = engine
+        self.finalize = finalize
+        self.killed = False
+        self.options: dict[str, Any] = dict(options or {})
+        if listen:
+            self.options.setdefault("listen", listen if isinstance(listen, str) else "127.0.0.1:0")
+        if path in ("get", "emulated"):
+            self.options.setdefault("path", "get")
+        self.address: tuple[str, int] | None = None
+        self._fds = dict(fds or {})
+        self._env = environment(path, env)
+        self._lock = threading.Lock()
+        self._number = 0
+        self._pending: dict[int, Pending] = {}
+        self._start()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        with theirs:
+            command = [*WRAP, sys.executable, str(HERE / "child.py"), str(theirs.fileno())]
+            self.process = subprocess.Popen(
+                command,
+                env=self._env,
+                pass_fds=[theirs.fileno(), *self._fds.values()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+            )
+        self._connection = Connection(ours.detach())
+        self._reader = threading.Thread(target=self._read, name=self.name, daemon=True)
+        self._reader.start()
+        Peer.live.add(self)
+        try:
+            self._connection.send({"path": sys.path, "name": self.name, "fds": self._fds})
+            if self.engine:
+                self.address = self.call(
+                    actions.start_engine, self.cluster_id, self.options, timeout=60
+                )
+        except BaseException:
+            self.kill()
+            self._show()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def _read(self) -> None:
+        try:
+            while True:
+                number, ok, value = self._connection.recv()
+                with self._lock:
+                    pending = self._pending.pop(number)
+                if ok:
+                    pending.future.set_result(value)
+                else:
+                    pending.future.set_exception(RemoteError(f"in {self.name}:\n{value}"))
+        except (EOFError, OSError):
+            pass
+        with self._lock:
+            lost = list(self._pending.values())
+            self._pending.clear()
+        for pending in lost:
+            pending.future.set_exception(PeerDied(f"{self.name} died in {pending.what}"))
+
+    def _send(self, lane: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Pending:
+        pending = Pending(self, func.__name__)
+        with self._lock:
+            self._number += 1
+            number = self._number
+            self._pending[number] = pending
+            try:
+                self._connection.send((number, lane, func, args, kwargs))
+            except OSError:
+                del self._pending[number]
+                raise PeerDied(f"{self.name} is gone, before {func.__name__}") from None
+        return pending
+
+    def call(
+        self, func: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> Any:
+        """Run `func(ctx, *args)` in the child's main thread and return its result."""
+        return self._send("main", func, args, kwargs).result(timeout)
+
+    def side(
+        self, func: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> Any:
+        """Like call(), in the thread that reads the commands: the main thread may be busy."""
+        return self._send("side", func, args, kwargs).result(timeout)
+
+    def start(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending:
+        """Run `func` in a new thread of the child; do not wait."""
+        return self._send("thread", func, args, kwargs)
+
+    def start_main(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending:
+        """Run `func` in the child's main thread; do not wait."""
+        return self._send("main", func, args, kwargs)
+
+    def link(
+        self, other: Peer, *, address: tuple[str, int] | None = None, timeout_ms: int = 5000
+    ) -> None:
+        self.call(actions.link, other.cluster_id, address or other.address, timeout_ms)
+
+    def unlink(self, other: Peer, *, timeout_ms: int = 1000, force: bool = False) -> None:
+        self.call(actions.unlink, other.cluster_id, timeout_ms, force)
+
+    def stop(self) -> None:
+        """Stop the process; returns when every thread of it stands still."""
+        os.kill(self.pid, signal.SIGSTOP)
+        wait_until(lambda: thread_states(self.pid) == {"T"}, step=0.0005)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        self.stop()
+        try:
+            yield
+        finally:
+            self.resume()
+
+    def interrupt(self) -> float:
+        """Send SIGINT; the time (monotonic, the same clock in every process) at which."""
+        now = time.monotonic()
+        os.kill(self.pid, signal.SIGINT)
+        return now
+
+    def kill(self) -> None:
+        self.killed = True
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(10)
+        self._forget()
+
+    def restart(self) -> None:
+        """A new process with the same arguments, on the port the old one had."""
+        if self.address is not None:
+            self.options["listen"] = f"{self.address[0]}:{self.address[1]}"
+        self.killed = False
+        self._start()
+
+    def sample(self) -> Sample:
+        return sample(self.pid)
+
+    def output(self) -> str:
+        self._output.flush()
+        size = os.fstat(self._output.fileno()).st_size
+        return os.pread(self._output.fileno(), size, 0).decode(errors="replace")
+
+    def stacks(self) -> str:
+        """The stacks of all threads, as far as the process still answers signals."""
+        before = len(self.output())
+        with contextlib.suppress(OSError):
+            os.kill(self.pid, signal.SIGCONT)
+            os.kill(self.pid, signal.SIGUSR1)
+            time.sleep(0.5)
+        return self.output()[before:]
+
+    def _forget(self) -> None:
+        Peer.live.discard(self)
+        with contextlib.suppress(OSError):
+            self._connection.close()
+
+    def _show(self) -> None:
+        text = self.output()
+        if text:
+            print(f"---- output of {self.name} ----\n{text[-20000:]}\n----")
+
+    def trouble(self) -> list[str]:
+        lines = [line for line in self.output().splitlines() if TROUBLE.search(line)]
+        return [line for line in lines if not (self.allow and self.allow.search(line))]
+
+    def close(self) -> None:
+        """Finalize the engine, let the process end by itself, and look at what it printed."""
+        if self.killed:
+            # A process that was killed says nothing about its end, but may have complained before.
+            complaints = self.trouble()
+        else:
+            try:
+                if self.engine and self.finalize:
+                    self.call(actions.finalize, timeout=15)
+                self._connection.send(None)
+                code = self.process.wait(20 * PATIENCE)
+                self._reader.join(10)
+            except BaseException:
+                self.kill()
+                self._show()
+                raise
+            self._forget()
+            if code != 0:
+                self._show()
+                raise AssertionError(f"{self.name} ended with {code}")
+            complaints = self.trouble()
+        if complaints:
+            self._show()
+            raise AssertionError(f"{self.name} printed: {complaints[0]}")
+        self._output.close()
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+            return
+        if not self.killed:
+            self.kill()
+        self._show()
+        self._output.close()
+
+
+def environment(path: str, more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a child: the test's own, with the settings of a path and no others."""
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith("UCX_") and key != "UCXKV_PATH"
+    }
+    env["PYTHONDEVMODE"] = "1"
+    env["PYTHONFAULTHANDLER"] = "1"
+    if path in ("stream", "emulated"):
+        env["UCX_TLS"] = "tcp,self"
+    elif path not in ("get", "auto"):
+        raise ValueError(path)
+    env.update(more or {})
+    return env
+
+
+class Proxy:
+    """A TCP relay in front of a listener: it records, cuts and refuses connections, and turns over
+    bit 0 of the byte `alter` of what a dialler sends."""
+
+    def __init__(self, target: tuple[str, int], *, alter: int | None = None) -> None:
+        self.target = target
+        self.alter = alter
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self.listener.getsockname()[:2]
+        self.refusing = False
+        self.accepted = 0
+        self.recorded: list[bytearray] = []  # what each dialler sent
+        self.answered: list[bytearray] = []  # what it was answered
+        self._other: dict[socket.socket, socket.socket] = {}
+        self._log: dict[socket.socket, bytearray] = {}
+        self._todo: queue.SimpleQueue[tuple[bool, Future[int]] | None] = queue.SimpleQueue()
+        self._wake_r, self._wake_w = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="proxy", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            ready = select.select([self.listener, self._wake_r, *self._other], [], [])[0]
+            for end in ready:
+                if end is self.listener:
+                    self._accept()
+                elif end == self._wake_r:
+                    os.read(self._wake_r, 1)
+                    request = self._todo.get()
+                    if request is None:
+                        return
+                    reset, done = request
+                    done.set_result(self._cut(reset))
+                elif end in self._other:
+                    self._relay(end)
+
+    def _accept(self) -> None:
+        near, _ = self.listener.accept()
+        self.accepted += 1
+        if self.refusing:
+            near.close()
+            return
+        try:
+            far = socket.create_connection(self.target, timeout=2)
+        except OSError:
+            near.close()
+            return
+        for end in (near, far):
+            end.settimeout(2)
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._other[near], self._other[far] = far, near
+        for end, logs in ((near, self.recorded), (far, self.answered)):
+            self._log[end] = bytearray()
+            logs.append(self._log[end])
+
+    def _relay(self, end: socket.socket) -> None:
+        other = self._other[end]
+        try:
+            data = end.recv(65536)
+            if data:
+                log = self._log[end]
+                log += data
+                place = -1 if self.alter is None else self.alter - (len(log) - len(data))
+                if 0 <= place < len(data) and any(log is one for one in self.recorded):
+                    data = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+                other.sendall(data)
+                return
+        except OSError:
+            pass
+        for side in (end, other):
+            del self._other[side]
+            side.close()
+
+    def _cut(self, reset: bool) -> int:
+        ends = list(self._other)
+        self._other.clear()
+        for end in ends:
+            if reset:
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            end.close()
+        return len(ends) // 2
+
+    def cut(self, *, reset: bool = False) -> int:
+        """End every connection that stands, by FIN or by RST; their number."""
+        done: Future[int] = Future()
+        self._todo.put((reset, done))
+        os.write(self._wake_w, b"x")
+        return done.result(5)
+
+    def close(self) -> None:
+        self.cut()
+        self._todo.put(None)
+        os.write(self._wake_w, b"x")
+        self._thread.join(5)
+        self.listener.close()
+        os.close(self._wake_r)
+        os.close(self._wake_w)
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]

@@ -1,0 +1,115 @@
+"""A thousand links and pulls leave nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from children import actions, ageing
+from harness import Peer, rounds, wait_until
+
+ROUNDS = rounds(1000)
+WARM_UP = rounds(50)
+
+
+@pytest.fixture
+def strangers(path: str) -> Iterator[tuple[Peer, Peer]]:
+    """(owner, puller), not linked."""
+    with (
+        Peer(1, path=path, name="owner") as owner,
+        Peer(2, path=path, name="puller", listen=False) as puller,
+    ):
+        yield owner, puller
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_link_pull_unlink(strangers: tuple[Peer, Peer]) -> None:
+    owner, puller = strangers
+    cache_id = owner.call(actions.make_cache, "kv", 4, (2, 1000), seed=1)
+    arguments = (1, owner.address, cache_id)
+    puller.call(ageing.link_pull_unlink, *arguments, WARM_UP, timeout=60)
+    # UCX lets go of TCP sockets some time after their endpoints have closed.
+    idle = puller.call(ageing.descriptors_of_nobody), owner.call(ageing.descriptors_of_nobody)
+    wait_until(lambda: settle(strangers, idle), timeout=60, step=0.5)
+    before = [(peer.sample(), peer.call(ageing.objects)) for peer in strangers]
+    puller.call(ageing.link_pull_unlink, *arguments, ROUNDS, timeout=180)
+    wait_until(lambda: settle(strangers, idle), timeout=60, step=0.5)
+    after = [(peer.sample(), peer.call(ageing.objects)) for peer in strangers]
+    for peer, (old, old_objects), (new, new_objects) in zip(strangers, before, after, strict=True):
+        assert new.fds <= old.fds, (peer.name, old, new)
+        assert new.threads <= old.threads, (peer.name, old, new)
+        # The allocator may map a few more arenas; one mapping a round would be a leak.
+        assert new.maps <= old.maps + 20, (peer.name, old, new)
+        assert new.rss - old.rss < 8 << 20, (peer.name, old, new)
+        grown = {
+            name: (old_objects.get(name, 0), count)
+            for name, count in new_objects.items()
+            if count > old_objects.get(name, 0) + ROUNDS // 4 + 50
+        }
+        assert not grown, (peer.name, grown)
+
+
+def settle(peers: tuple[Peer, Peer], idle: tuple[int, int]) -> bool:
+    return all(peer.sample().fds <= most for peer, most in zip(peers, idle, strict=True))
+
+
+def test_registrations_hold_and_release(strangers: tuple[Peer, Peer]) -> None:
+    """Exports are held while registered, so that the memory cannot move, and released after."""
+    owner, _ = strangers
+    found = owner.call(ageing.exports)
+    assert found == {"held": True, "released": True, "references": 0}
+
+
+def test_registering_leaks_nothing(strangers: tuple[Peer, Peer]) -> None:
+    owner, puller = strangers
+    puller.link(owner)
+    owner.call(ageing.register_unregister, 50)
+    before = [(peer.sample(), peer.call(ageing.objects)) for peer in strangers]
+    owner.call(ageing.register_unregister, 1000, timeout=60)
+    after = [(peer.sample(), peer.call(ageing.objects)) for peer in strangers]
+    for peer, (old, old_objects), (new, new_objects) in zip(strangers, before, after, strict=True):
+        assert new.fds <= old.fds, (peer.name, old, new)
+        assert new.maps <= old.maps + 20, (peer.name, old, new)
+        assert new.rss - old.rss < 8 << 20, (peer.name, old, new)
+        grown = {
+            name: (old_objects.get(name, 0), count)
+            for name, count in new_objects.items()
+            if count > old_objects.get(name, 0) + 300
+        }
+        assert not grown, (peer.name, grown)
+
+
+def test_failed_calls_leak_nothing(strangers: tuple[Peer, Peer]) -> None:
+    """Errors are the place where references are lost: refused pulls, links and registrations."""
+    owner, puller = strangers
+    puller.link(owner)
+    cache_id = owner.call(actions.make_cache, "kv", 4, (2, 1000), seed=1)
+    puller.call(ageing.fail, 1, cache_id, 20)
+    old, old_objects = puller.sample(), puller.call(ageing.objects)
+    puller.call(ageing.fail, 1, cache_id, 300, timeout=60)
+    new, new_objects = puller.sample(), puller.call(ageing.objects)
+    assert new.fds <= old.fds
+    assert new.maps <= old.maps + 20
+    assert new.rss - old.rss < 8 << 20
+    grown = {
+        name: (old_objects.get(name, 0), count)
+        for name, count in new_objects.items()
+        if count > old_objects.get(name, 0) + 100
+    }
+    assert not grown, grown
+
+
+def test_engines_come_and_go(path: str) -> None:
+    """initialize and finalize give everything back: threads, descriptors, mappings."""
+    with Peer(1, path=path, engine=False) as peer:
+        options = {"listen": "127.0.0.1:0", **({"path": "get"} if path == "get" else {})}
+        peer.call(ageing.cycle_engines, options, 3)
+        old = peer.sample()
+        peer.call(ageing.cycle_engines, options, 20, timeout=120)
+        new = peer.sample()
+    assert new.fds <= old.fds, (old, new)
+    assert new.threads == old.threads, (old, new)
+    assert new.maps <= old.maps + 20, (old, new)
+    assert new.rss - old.rss < 16 << 20, (old, new)

@@ -1,0 +1,71 @@
+"""Moves LLM KV caches between the processes of disaggregated inference, over UCX."""
+
+from ucxkv import _load as _load
+
+_load.load()
+
+from ucxkv._version import __version__  # noqa: E402
+from ucxkv.datadist import LlmDataDist  # noqa: E402
+from ucxkv.errors import (  # noqa: E402
+    AlreadyLink,
+    ExistLink,
+    FeatureNotEnabled,
+    KvCacheNotExist,
+    LinkFailed,
+    LlmError,
+    LlmOutOfMemory,
+    LlmTimeout,
+    NotYetLink,
+    ParamInvalid,
+    Status,
+    UnlinkFailed,
+)
+from ucxkv.options import Options  # noqa: E402
+from ucxkv.transfers import Transfer  # noqa: E402
+from ucxkv.types import (  # noqa: E402
+    Cache,
+    CacheDesc,
+    CacheIndex,
+    CachePlacement,
+    ClusterInfo,
+    DataType,
+    EngineStats,
+    IpInfo,
+    KvCacheExtParam,
+    LinkInfo,
+    LinkResult,
+    LlmRole,
+    TransferReport,
+)
+
+__all__ = [
+    "AlreadyLink",
+    "Cache",
+    "CacheDesc",
+    "CacheIndex",
+    "CachePlacement",
+    "ClusterInfo",
+    "DataType",
+    "EngineStats",
+    "ExistLink",
+    "FeatureNotEnabled",
+    "IpInfo",
+    "KvCacheExtParam",
+    "KvCacheNotExist",
+    "LinkFailed",
+    "LinkInfo",
+    "LinkResult",
+    "LlmDataDist",
+    "LlmError",
+    "LlmOutOfMemory",
+    "LlmRole",
+    "LlmTimeout",
+    "NotYetLink",
+    "Options",
+    "ParamInvalid",
+    "Status",
+    "Transfer",
+    "TransferReport",
+    "UnlinkFailed",
+    "__version__",
+]

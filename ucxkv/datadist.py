@@ -1,0 +1,539 @@
+"""The engine: what an application creates, links and pulls with."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from ucxkv import geometry, settings, tensors
+from ucxkv._load import loaded
+from ucxkv._version import __version__
+from ucxkv.catalogue import LocalCatalogue, LocalEntry, RemoteEntry
+from ucxkv.engine import NativeEngine, TransferHandle, monotonic_ns, silence_ucx
+from ucxkv.errors import (
+    FeatureNotEnabled,
+    KvCacheNotExist,
+    LlmError,
+    LlmOutOfMemory,
+    ParamInvalid,
+    Status,
+)
+from ucxkv.links import Link
+from ucxkv.options import Options
+from ucxkv.table import LinkTable
+from ucxkv.transfers import Transfer
+from ucxkv.types import (
+    Cache,
+    CacheDesc,
+    CacheIndex,
+    ClusterInfo,
+    EngineStats,
+    KvCacheExtParam,
+    LinkInfo,
+    LinkResult,
+    LlmRole,
+    TransferReport,
+)
+
+_ACCESS = ("r", "rw", "")
+_STOP_SECONDS = 1.0
+
+
+class _Running:
+    """All that a running engine owns; it refers to no LlmDataDist, so that one can be collected."""
+
+    def __init__(self, cluster_id: int, role: LlmRole, options: Options) -> None:
+        self.pid = os.getpid()
+        self.options = options
+        self.path = options.resolved_path()
+        self.catalogue = LocalCatalogue()
+        # What keeps the registered memory alive, by cache id.
+        self.holds: dict[int, object] = {}
+        if settings.user_value(options, "LOG_LEVEL") is None:
+            silence_ucx()
+        incarnation = secrets.randbits(64)
+        version = loaded().version
+        self.native = NativeEngine(incarnation, settings.rma_settings(options, version))
+        self.links = LinkTable(
+            cluster_id=cluster_id,
+            role=role,
+            options=options,
+            incarnation=incarnation,
+            native=self.native,
+            catalogue=self.catalogue,
+            library=__version__,
+            ucx_version=version,
+        )
+        try:
+            self.links.start()
+        except BaseException:
+            self.native.close()
+            raise
+
+    def close(self) -> None:
+        if os.getpid() != self.pid:
+            return
+        self.links.stop(_STOP_SECONDS)
+        for entry in self.catalogue.snapshot():
+            entry.native.begin_retire()
+        stuck = []
+        for entry in self.catalogue.snapshot():
+            if entry.native.retire():
+                self.catalogue.remove(entry.cache_id)
+            else:
+                stuck.append(self.holds[entry.cache_id])
+        self.native.close()
+        if stuck:
+            _stuck.append(stuck)
+        self.holds.clear()
+
+
+# Memory that UCX would not give back: freeing it would be worse than keeping it.
+_stuck: list[object] = []
+
+
+def _close(running: _Running) -> None:
+    running.close()
+
+
+class LlmDataDist:
+    """One member of a disaggregated deployment: it registers caches, links to others, and pulls.
+
+    `cluster_id` is how others name it.  `role` is told to them.  Nothing is opened before
+    `initialize`; everything is closed by `finalize`, by leaving a ``with`` block, or at the latest
+    when the object is collected (with a ResourceWarning) or the interpreter exits.
+
+    All methods may be called from any thread.  After a fork the child's use raises LlmError.
+    """
+
+    def __init__(
+        self, cluster_id: int, role: LlmRole = LlmRole.MIX, options: Options | None = None
+    ) -> None:
+        self._running: _Running | None = None
+        self._cluster_id = geometry.integer(cluster_id, "cluster_id")
+        if self._cluster_id < 0 or self._cluster_id >= 1 << 63:
+            raise ParamInvalid(f"cluster_id must be from 0 to 2**63 - 1, not {cluster_id}")
+        if not isinstance(role, LlmRole):
+            raise TypeError(f"role must be an LlmRole, not {type(role).__name__}")
+        if options is not None and not isinstance(options, Options):
+            raise TypeError(f"options must be Options, not {type(options).__name__}")
+        self._role = role
+        self._options = options
+        self._lock = threading.Lock()
+        self._ids = itertools.count(1)
+        self._closer: weakref.finalize[[_Running], LlmDataDist] | None = None
+
+    # -- life ---------------------------------------------------------------------------------
+
+    def initialize(self, options: Options | None = None) -> None:
+        """Open the engine: its UCX workers, its threads and, with `Options.listen`, its listener.
+
+        `options` replaces the constructor's.  Raises LlmError if UCX or the listener cannot be
+        opened, or if the engine is open already.
+        """
+        if options is not None and not isinstance(options, Options):
+            raise TypeError(f"options must be Options, not {type(options).__name__}")
+        with self._lock:
+            if self._running is not None:
+                raise LlmError("the engine is initialized already")
+            if options is not None:
+                self._options = options
+            try:
+                running = _Running(self._cluster_id, self._role, self._options or Options())
+            except LlmError:
+                raise
+            except MemoryError as error:
+                raise LlmOutOfMemory(str(error)) from error
+            except (OSError, RuntimeError) as error:
+                raise LlmError(f"cannot open the engine: {error}") from error
+            self._running = running
+            self._closer = weakref.finalize(self, _close, running)
+
+    def finalize(self) -> None:
+        """Close the engine: within 5 s, whatever the peers do.  Closing twice is no error.
+
+        Running transfers end with LlmError, fenced; peers see the link go down; registered memory
+        is released.
+        """
+        with self._lock:
+            running, closer = self._running, self._closer
+            self._running = self._closer = None
+        if running is None or closer is None:
+            return
+        closer()
+
+    def __enter__(self) -> LlmDataDist:
+        if self._running is None:
+            self.initialize()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.finalize()
+
+    def __del__(self) -> None:
+        running = getattr(self, "_running", None)
+        if running is None or running.pid != os.getpid():
+            return
+        warnings.warn(f"{self!r} was not finalized", ResourceWarning, source=self, stacklevel=2)
+        self.finalize()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._running is None else "open"
+        return f"<LlmDataDist: cluster {self._cluster_id}, {self._role.name}, {state}>"
+
+    def _engine(self) -> _Running:
+        running = self._running
+        if running is None:
+            raise LlmError("the engine is not initialized")
+        if running.pid != os.getpid():
+            raise LlmError(
+                "this engine belongs to the parent process: create one after the fork instead"
+            )
+        return running
+
+    @property
+    def cluster_id(self) -> int:
+        """The number others name this engine by."""
+        return self._cluster_id
+
+    @property
+    def role(self) -> LlmRole:
+        """The role that is told to peers."""
+        return self._role
+
+    @property
+    def listen_address(self) -> tuple[str, int] | None:
+        """Where it listens, with the real port; None for an engine that only dials."""
+        return self._engine().links.listen_address
+
+    # -- links --------------------------------------------------------------------------------
+
+    def link_llm_clusters(
+        self, clusters: Sequence[ClusterInfo], timeout_ms: float = 1000
+    ) -> list[LinkResult]:
+        """Link to clusters, all at once; returns when both sides of each link are in place.
+
+        Raises LinkFailed, whose `results` has one entry per cluster, if any of them failed.
+        """
+        running = self._engine()
+        checked = _clusters(clusters)
+        return running.links.link(checked, _timeout(timeout_ms))
+
+    def unlink_llm_clusters(
+        self, clusters: Sequence[ClusterInfo], timeout_ms: float = 1000, force: bool = False
+    ) -> list[LinkResult]:
+        """Close links; running transfers may end within the timeout, `force` ends them at once.
+
+        Unlinking what is not linked succeeds.
+        """
+        running = self._engine()
+        checked = _clusters(clusters)
+        return running.links.unlink(checked, _timeout(timeout_ms), bool(force))
+
+    def links(self) -> list[LinkInfo]:
+        """Each link's cluster, address, state, data path and transports."""
+        return self._engine().links.infos()
+
+    # -- caches -------------------------------------------------------------------------------
+
+    def register_kv_cache(
+        self, cache_desc: CacheDesc | None, tensors: Any, *, access: str = "r"
+    ) -> Cache:
+        """Register memory as a cache; linked peers learn of it at once.
+
+        `tensors` are `num_tensors` C-contiguous arrays (NumPy, the buffer protocol, DLPack) of one
+        shape and type, or plain addresses together with a `CacheDesc`; shape[0] is the number of
+        slots or blocks.  With `cache_desc` None it is made from the tensors.  `access` "r" lets
+        peers pull, "rw" also push, "" neither.  Arrays must be writable to be pulled into.  They are
+        kept alive until the cache is unregistered; plain addresses are the caller's to keep valid.
+
+        Raises TypeError, ParamInvalid, FeatureNotEnabled (device memory) or LlmOutOfMemory.
+        """
+        running = self._engine()
+        if not isinstance(access, str):
+            raise TypeError(f"access must be a string, not {type(access).__name__}")
+        found, desc = _resolve(tensors, cache_desc)
+        if access not in _ACCESS:
+            raise ParamInvalid(f"access must be one of 'r', 'rw' and '', not {access!r}")
+        return self._register(running, found, desc, access)
+
+    def allocate_kv_cache(self, cache_desc: CacheDesc, *, access: str = "r") -> Cache:
+        """Register zeroed memory of the library's own, page-aligned, on huge pages where possible.
+
+        The cache's `tensors` are NumPy arrays; types that NumPy lacks come as unsigned integers.
+        The memory lives for as long as it is registered or an array refers to it.
+        """
+        running = self._engine()
+        if not isinstance(cache_desc, CacheDesc):
+            raise TypeError(f"cache_desc must be a CacheDesc, not {type(cache_desc).__name__}")
+        if access not in _ACCESS:
+            raise ParamInvalid(f"access must be one of 'r', 'rw' and '', not {access!r}")
+        arrays = tensors.allocate(cache_desc)
+        addresses = [array.ctypes.data for array in arrays]
+        found, desc = _resolve(addresses, cache_desc)
+        cache = self._register(running, found, desc, access, arrays)
+        cache.tensors = tuple(arrays)
+        return cache
+
+    def _register(
+        self,
+        running: _Running,
+        found: list[tensors.Tensor],
+        desc: CacheDesc,
+        access: str,
+        hold: object = None,
+    ) -> Cache:
+        nbytes = tensors.bytes_of(found, desc)
+        blocks = desc.shape[0]
+        cache_id = next(self._ids)
+        try:
+            native = running.native.register(
+                cache_id,
+                [tensor.address for tensor in found],
+                blocks,
+                nbytes // blocks,
+                readable=access != "",
+                writable=all(tensor.writable for tensor in found),
+            )
+        except MemoryError as error:
+            raise LlmOutOfMemory(str(error)) from error
+        entry = LocalEntry(
+            cache_id=cache_id,
+            desc=desc,
+            access=access,
+            native=native,
+            blocks=blocks,
+            block_bytes=nbytes // blocks,
+        )
+        running.holds[cache_id] = hold or [tensor.hold for tensor in found]
+        running.catalogue.add(entry)
+        running.links.announce(entry)
+        return Cache(cache_id, tuple(tensor.address for tensor in found), desc)
+
+    def unregister_kv_cache(self, cache_id: int, *, timeout_ms: float = 1000) -> None:
+        """Take memory back: when this returns, nothing of the engine refers to it.
+
+        Pulls of it by peers may end within the timeout; later ones get KvCacheNotExist, and so do,
+        at once, pulls into it.  An unknown id is no error.
+        """
+        running = self._engine()
+        cache_id = geometry.integer(cache_id, "cache_id")
+        timeout = _timeout(timeout_ms) / 1e3
+        entry = running.catalogue.remove(cache_id)
+        if entry is None:
+            return
+        deadline = time.monotonic() + timeout
+        entry.native.begin_retire()
+        if entry.access:
+            running.links.retire(entry, deadline)
+            entry.native.wait_served(deadline - time.monotonic())
+        if not entry.native.retire():
+            raise LlmError(
+                f"UCX does not give the memory of cache {cache_id} back; it stays registered"
+            )
+        running.holds.pop(cache_id, None)
+
+    # -- pulls --------------------------------------------------------------------------------
+
+    def pull_kv_cache(
+        self,
+        src_cache_index: CacheIndex,
+        dst_cache: Cache,
+        batch_index: int = 0,
+        size: int = -1,
+        ext_param: KvCacheExtParam = KvCacheExtParam(),
+        *,
+        timeout_ms: float | None = None,
+    ) -> TransferReport:
+        """Copy one slot of a peer's cache into slot `batch_index` of a cache of ours.
+
+        For each selected layer pair and each of its tensors, the first `size` bytes (-1: the whole
+        source slot) of the remote slot are written to the start of the local one; nothing else is
+        touched.  Returns when every byte is in place and known to be what the cache held while it
+        was registered.  `timeout_ms` defaults to `Options.sync_cache_wait_time_ms`.
+
+        Raises, by the first check that fails: TypeError; ParamInvalid (values); KvCacheNotExist
+        (local); NotYetLink; KvCacheNotExist (remote); ParamInvalid (geometry); FeatureNotEnabled (a
+        forced path the link does not have); then LlmTimeout, KvCacheNotExist, NotYetLink or LlmError
+        when the transfer fails.  After any of them no byte is written on its behalf.
+        """
+        transfer = self._pull(
+            src_cache_index, dst_cache, batch_index, size, ext_param, timeout_ms, attended=True
+        )
+        try:
+            return transfer.result()
+        except LlmError:
+            raise
+        except BaseException:
+            transfer._abort("its caller was interrupted")
+            raise
+
+    def pull_kv_cache_async(
+        self,
+        src_cache_index: CacheIndex,
+        dst_cache: Cache,
+        batch_index: int = 0,
+        size: int = -1,
+        ext_param: KvCacheExtParam = KvCacheExtParam(),
+        *,
+        timeout_ms: float | None = None,
+    ) -> Transfer:
+        """Like `pull_kv_cache`, but returns the running Transfer.
+
+        Checks that need no waiting raise here; where a link is being set up or a cache id has to be
+        confirmed with its owner, what is found comes out of the Transfer.
+        """
+        return self._pull(
+            src_cache_index, dst_cache, batch_index, size, ext_param, timeout_ms, attended=False
+        )
+
+    def _pull(
+        self,
+        src_cache_index: Any,
+        dst_cache: Any,
+        batch_index: Any,
+        size: Any,
+        ext_param: Any,
+        timeout_ms: Any,
+        *,
+        attended: bool,
+    ) -> Transfer:
+        running = self._engine()
+        call = geometry.check_call(
+            src_cache_index,
+            dst_cache,
+            batch_index,
+            size,
+            ext_param,
+            timeout_ms,
+            running.options.sync_cache_wait_time_ms,
+        )
+        target = running.catalogue.get(call.dst_cache_id)
+        if target is None:
+            raise KvCacheNotExist(f"no local cache {call.dst_cache_id} is registered")
+        deadline = monotonic_ns() + int(call.timeout_ms * 1e6)
+        what = f"pull of cache {call.src_cache_id} from cluster {call.cluster_id}"
+        link = running.links.lookup(call.cluster_id)
+        source = None
+        if link is not None and link.up:
+            source = link.remote.get(call.src_cache_id)
+        if link is not None and source is not None and not source.native.retired:
+            plan, get = _decide(running.path, call, link, source, target)
+            transfer = Transfer(_new(running, deadline, attended), what, call.timeout_ms)
+            _submit(transfer, call, plan, get, link, source, target, attended)
+            return transfer
+        transfer = Transfer(_new(running, deadline, False), what, call.timeout_ms)
+        running.links.loop.call_soon_threadsafe(
+            _start_later, running, transfer, call, target, deadline
+        )
+        return transfer
+
+    def stats(self) -> EngineStats:
+        """Totals of this engine's pulls since it was initialized, and their latency quantiles."""
+        return EngineStats.from_totals(self._engine().native.totals())
+
+
+def _new(running: _Running, deadline: int, attended: bool) -> TransferHandle:
+    try:
+        return running.native.new_transfer(deadline, attended)
+    except MemoryError as error:
+        raise LlmOutOfMemory(str(error)) from error
+    except RuntimeError as error:
+        raise LlmError(str(error)) from error
+
+
+def _decide(
+    path: str, call: geometry.Call, link: Link, source: RemoteEntry, target: LocalEntry
+) -> tuple[geometry.Plan, bool]:
+    """Geometry, then the path."""
+    plan = geometry.plan(call, source, target)
+    if not target.native.writable:
+        raise ParamInvalid(f"the tensors of cache {target.cache_id} are read-only")
+    if path == "get" and not link.native.get:
+        raise FeatureNotEnabled(
+            f"path 'get' is forced, but one-sided reads do not reach cluster {call.cluster_id}"
+            f" ({link.address}); 'ucxkv info' says why"
+        )
+    return plan, path != "stream" and link.native.get
+
+
+def _submit(
+    transfer: Transfer,
+    call: geometry.Call,
+    plan: geometry.Plan,
+    get: bool,
+    link: Link,
+    source: RemoteEntry,
+    target: LocalEntry,
+    attended: bool,
+) -> None:
+    transfer._submitted(link)
+    transfer._handle.submit(
+        link.native,
+        source.native,
+        target.native,
+        get=get,
+        src_first=plan.src_first,
+        dst_first=plan.dst_first,
+        tensors=plan.tensors,
+        tensors_per_layer=plan.tensors_per_layer,
+        block_len=plan.block_len,
+        src_block=call.src_batch,
+        dst_block=call.dst_batch,
+        attended=attended,
+    )
+
+
+def _start_later(
+    running: _Running, transfer: Transfer, call: geometry.Call, target: LocalEntry, deadline: int
+) -> None:
+    """On the control loop: find link and cache, waiting where that helps, then submit."""
+
+    async def start() -> None:
+        try:
+            link, source = await running.links.resolve(
+                call.cluster_id, call.src_cache_id, deadline / 1e9
+            )
+            plan, get = _decide(running.path, call, link, source, target)
+            _submit(transfer, call, plan, get, link, source, target, False)
+        except LlmError as error:
+            if error.status is Status.TIMEOUT:
+                return  # the deadline itself ends the transfer, not a moment earlier
+            transfer._fail(error)
+
+    task = running.links.loop.create_task(start())
+    running.links.keep(task)
+
+
+def _resolve(tensors_: Any, desc: CacheDesc | None) -> tuple[list[tensors.Tensor], CacheDesc]:
+    return tensors.resolve(tensors_, desc)
+
+
+def _timeout(timeout_ms: Any) -> float:
+    value = geometry.milliseconds(timeout_ms, "timeout_ms")
+    if not value > 0:
+        raise ParamInvalid(f"timeout_ms must be positive, not {timeout_ms}")
+    return value
+
+
+def _clusters(clusters: Any) -> list[ClusterInfo]:
+    if isinstance(clusters, ClusterInfo) or not hasattr(clusters, "__iter__"):
+        raise TypeError("clusters must be a sequence of ClusterInfo")
+    checked = list(clusters)
+    for cluster in checked:
+        if not isinstance(cluster, ClusterInfo):
+            raise TypeError(f"clusters must hold ClusterInfo, not {type(cluster).__name__}")
+    return checked

@@ -1,0 +1,176 @@
+"""The checks of a pull and the geometry they allow.
+
+A pull's arguments are checked in a fixed order, and the first check that fails decides: types,
+values, the local cache, the link, the remote cache, geometry.  Those before the link are in
+:func:`check_call`, those after it in :func:`plan`.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ucxkv.errors import ParamInvalid
+from ucxkv.types import Cache, CacheIndex, DataType, KvCacheExtParam
+
+if TYPE_CHECKING:
+    from ucxkv.catalogue import LocalEntry, RemoteEntry
+
+_ALL = (-1, -1)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one pull, their types and values checked."""
+
+    cluster_id: int
+    src_cache_id: int
+    src_batch: int
+    dst_cache_id: int
+    dst_batch: int
+    size: int
+    src_layers: tuple[int, int]
+    dst_layers: tuple[int, int]
+    tensors_per_layer: int
+    timeout_ms: float
+
+
+class Plan(NamedTuple):
+    """What to copy: tensors of both sides, and the bytes of each slot."""
+
+    src_first: int
+    dst_first: int
+    tensors: int
+    tensors_per_layer: int
+    block_len: int
+
+
+def integer(value: Any, name: str) -> int:
+    """`value` as an int; TypeError for anything that is not an integer."""
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, not a bool")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, not {type(value).__name__}") from None
+
+
+def milliseconds(value: Any, name: str) -> float:
+    """`value` as a number of milliseconds; TypeError for anything that is no number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return float(integer(value, name))
+    return float(value)
+
+
+def _layer_range(value: Any, name: str) -> tuple[int, int]:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"{name} must be a pair of integers")
+    return integer(value[0], name), integer(value[1], name)
+
+
+def check_call(
+    src_cache_index: Any,
+    dst_cache: Any,
+    batch_index: Any,
+    size: Any,
+    ext_param: Any,
+    timeout_ms: Any,
+    default_timeout_ms: float,
+) -> Call:
+    """Steps 1 and 2: types (TypeError), then values (ParamInvalid)."""
+    if not isinstance(src_cache_index, CacheIndex):
+        raise TypeError(f"src_cache_index must be a CacheIndex, not {type(src_cache_index).__name__}")
+    if not isinstance(dst_cache, Cache):
+        raise TypeError(f"dst_cache must be a Cache, not {type(dst_cache).__name__}")
+    if not isinstance(ext_param, KvCacheExtParam):
+        raise TypeError(f"ext_param must be a KvCacheExtParam, not {type(ext_param).__name__}")
+    call = Call(
+        cluster_id=integer(src_cache_index.cluster_id, "cluster_id"),
+        src_cache_id=integer(src_cache_index.cache_id, "cache_id"),
+        src_batch=integer(src_cache_index.batch_index, "src_cache_index.batch_index"),
+        dst_cache_id=integer(dst_cache.cache_id, "dst_cache.cache_id"),
+        dst_batch=integer(batch_index, "batch_index"),
+        size=integer(size, "size"),
+        src_layers=_layer_range(ext_param.src_layer_range, "src_layer_range"),
+        dst_layers=_layer_range(ext_param.dst_layer_range, "dst_layer_range"),
+        tensors_per_layer=integer(ext_param.tensor_num_per_layer, "tensor_num_per_layer"),
+        timeout_ms=(
+            default_timeout_ms if timeout_ms is None else milliseconds(timeout_ms, "timeout_ms")
+        ),
+    )
+    if call.size != -1 and call.size <= 0:
+        raise ParamInvalid(f"size must be -1 or positive, not {call.size}")
+    if call.src_batch < 0 or call.dst_batch < 0:
+        raise ParamInvalid(
+            f"batch indices must not be negative: source {call.src_batch},"
+            f" destination {call.dst_batch}"
+        )
+    for name, layers in (("src", call.src_layers), ("dst", call.dst_layers)):
+        if layers != _ALL and not 0 <= layers[0] <= layers[1]:
+            raise ParamInvalid(f"{name}_layer_range {layers} is neither (-1, -1) nor ascending")
+    if call.tensors_per_layer < 1:
+        raise ParamInvalid(f"tensor_num_per_layer must be at least 1, not {call.tensors_per_layer}")
+    if not call.timeout_ms > 0:
+        raise ParamInvalid(f"timeout_ms must be positive, not {call.timeout_ms}")
+    return call
+
+
+def _side_layers(layers: tuple[int, int], n: int, num_tensors: int, side: str) -> tuple[int, int]:
+    """First tensor and number of layers that a range selects on one side."""
+    # The default of 2 is not the caller's word about the cache, any other number is.
+    if n != 2 and num_tensors % n:
+        raise ParamInvalid(
+            f"tensor_num_per_layer {n} does not divide the {num_tensors} tensors of the {side}"
+        )
+    if layers == _ALL:
+        return 0, num_tensors // n
+    if n > num_tensors:
+        raise ParamInvalid(
+            f"tensor_num_per_layer {n} exceeds the {num_tensors} tensors of the {side}"
+        )
+    if layers[1] > num_tensors // n - 1:
+        raise ParamInvalid(f"layer {layers[1]} of the {side}, which has {num_tensors // n} layers")
+    return layers[0] * n, layers[1] - layers[0] + 1
+
+
+def plan(call: Call, source: RemoteEntry, target: LocalEntry) -> Plan:
+    """Step 6: geometry (ParamInvalid), and what it amounts to."""
+    if call.src_batch >= source.blocks:
+        raise ParamInvalid(f"batch index {call.src_batch} of a source with {source.blocks} slots")
+    if call.dst_batch >= target.blocks:
+        raise ParamInvalid(
+            f"batch index {call.dst_batch} of a destination with {target.blocks} slots"
+        )
+    n = call.tensors_per_layer
+    src_tensors, dst_tensors = source.desc.num_tensors, target.desc.num_tensors
+    if call.src_layers == _ALL and call.dst_layers == _ALL:
+        if src_tensors != dst_tensors:
+            raise ParamInvalid(
+                f"the source has {src_tensors} tensors, the destination {dst_tensors}"
+            )
+        src_first = dst_first = 0
+        tensors = src_tensors
+        n = min(n, tensors)
+    else:
+        src_first, src_count = _side_layers(call.src_layers, n, src_tensors, "source")
+        dst_first, dst_count = _side_layers(call.dst_layers, n, dst_tensors, "destination")
+        if src_count != dst_count:
+            raise ParamInvalid(f"{src_count} source layers against {dst_count} destination layers")
+        tensors = src_count * n
+    length = call.size
+    if length == -1:
+        length = source.block_bytes
+        if length > target.block_bytes:
+            raise ParamInvalid(
+                f"a source slot has {length} bytes, a destination slot {target.block_bytes}"
+            )
+    elif length > source.block_bytes or length > target.block_bytes:
+        raise ParamInvalid(
+            f"size {length} exceeds a slot: source {source.block_bytes} bytes,"
+            f" destination {target.block_bytes}"
+        )
+    src_type, dst_type = source.desc.data_type, target.desc.data_type
+    if DataType.UNDEFINED not in (src_type, dst_type) and src_type is not dst_type:
+        raise ParamInvalid(f"data types differ: source {src_type.name}, destination {dst_type.name}")
+    return Plan(src_first, dst_first, tensors, n, length)

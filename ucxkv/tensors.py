@@ -1,0 +1,252 @@
+"""From the user's tensors to addresses, and the holds that keep those addresses valid."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ucxkv.errors import FeatureNotEnabled, LlmOutOfMemory, ParamInvalid
+from ucxkv.types import CacheDesc, CachePlacement, DataType
+
+_HUGE_PAGE = 2 << 20
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor's memory.  `hold` keeps it from being freed, moved or resized."""
+
+    address: int
+    nbytes: int | None
+    shape: tuple[int, ...] | None
+    data_type: DataType
+    writable: bool
+    hold: object
+
+
+class _DLDevice(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int32), ("index", ctypes.c_int32)]
+
+
+class _DLDataType(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)]
+
+
+class _DLTensor(ctypes.Structure):
+    """The head of a DLManagedTensor (DLPack 0.x layout, which unversioned capsules have)."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device", _DLDevice),
+        ("ndim", ctypes.c_int32),
+        ("dtype", _DLDataType),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype = ctypes.c_void_p
+_capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+
+# DLPack's device types that are ordinary memory to the CPU: kDLCPU, kDLCUDAHost, kDLROCMHost.
+_HOST_DEVICES = {1, 3, 11}
+
+# (kind, bits) of NumPy and (code, bits) of DLPack; 8-bit floats have DLPack codes of their own.
+_NUMPY_TYPES = {
+    ("f", 32): DataType.FLOAT,
+    ("f", 16): DataType.FLOAT16,
+    ("f", 64): DataType.DOUBLE,
+    ("b", 8): DataType.BOOL,
+    ("i", 8): DataType.INT8,
+    ("i", 16): DataType.INT16,
+    ("i", 32): DataType.INT32,
+    ("i", 64): DataType.INT64,
+    ("u", 8): DataType.UINT8,
+    ("u", 16): DataType.UINT16,
+    ("u", 32): DataType.UINT32,
+    ("u", 64): DataType.UINT64,
+}
+_NAMED_TYPES = {
+    "bfloat16": DataType.BF16,
+    "float8_e4m3fn": DataType.FLOAT8_E4M3,
+    "float8_e4m3": DataType.FLOAT8_E4M3,
+    "float8_e5m2": DataType.FLOAT8_E5M2,
+}
+_DLPACK_KINDS = {0: "i", 1: "u", 2: "f", 6: "b"}
+_DLPACK_BFLOAT = 4
+_DLPACK_FLOAT8 = {8: DataType.FLOAT8_E4M3, 10: DataType.FLOAT8_E4M3, 12: DataType.FLOAT8_E5M2}
+
+
+def data_type_of(dtype: np.dtype[Any]) -> DataType:
+    """The DataType of a NumPy dtype (ml_dtypes' included); UNDEFINED where there is none."""
+    named = _NAMED_TYPES.get(dtype.name)
+    if named is not None:
+        return named
+    return _NUMPY_TYPES.get((dtype.kind, dtype.itemsize * 8), DataType.UNDEFINED)
+
+
+def _from_array(array: np.ndarray[Any, Any]) -> Tensor:
+    if not array.flags.c_contiguous:
+        raise ParamInvalid("a tensor is not C-contiguous")
+    # An exported buffer cannot be resized, which an ordinary reference would not prevent.
+    try:
+        hold: object = (array, memoryview(array.reshape(-1).view(np.uint8)))
+    except (TypeError, ValueError):
+        hold = array
+    return Tensor(
+        array.ctypes.data,
+        array.nbytes,
+        array.shape,
+        data_type_of(array.dtype),
+        array.flags.writeable,
+        hold,
+    )
+
+
+def _from_dlpack(tensor: Any) -> Tensor:
+    try:
+        capsule = tensor.__dlpack__()
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise ParamInvalid(f"a tensor refuses to be exported by DLPack: {error}") from error
+    view = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
+    if view.device.type not in _HOST_DEVICES:
+        raise FeatureNotEnabled("device memory cannot take part in transfers yet")
+    shape = tuple(view.shape[i] for i in range(view.ndim))
+    if view.strides:
+        expected = 1
+        for i in reversed(range(view.ndim)):
+            if shape[i] != 1 and view.strides[i] != expected:
+                raise ParamInvalid("a tensor is not C-contiguous")
+            expected *= shape[i]
+    dtype = view.dtype
+    if dtype.lanes != 1 or dtype.bits % 8:
+        raise ParamInvalid("a tensor's elements are not whole bytes")
+    if dtype.code == _DLPACK_BFLOAT:
+        data_type = DataType.BF16
+    elif dtype.code in _DLPACK_FLOAT8:
+        data_type = _DLPACK_FLOAT8[dtype.code]
+    else:
+        data_type = _NUMPY_TYPES.get(
+            (_DLPACK_KINDS.get(dtype.code, ""), dtype.bits), DataType.UNDEFINED
+        )
+    nbytes = prod(shape) * dtype.bits // 8
+    return Tensor(
+        (view.data or 0) + view.byte_offset, nbytes, shape, data_type, True, (tensor, capsule)
+    )
+
+
+def _resolve(tensor: Any) -> Tensor:
+    if isinstance(tensor, np.ndarray):
+        return _from_array(tensor)
+    if isinstance(tensor, (int, np.integer)) and not isinstance(tensor, bool):
+        if tensor <= 0:
+            raise ParamInvalid(f"{tensor} is not an address")
+        return Tensor(int(tensor), None, None, DataType.UNDEFINED, True, None)
+    if hasattr(tensor, "__cuda_array_interface__"):
+        raise FeatureNotEnabled("device memory cannot take part in transfers yet")
+    if hasattr(tensor, "__dlpack__"):
+        return _from_dlpack(tensor)
+    try:
+        view = memoryview(tensor)
+    except TypeError:
+        raise TypeError(
+            f"{type(tensor).__name__} is neither an array, a buffer, a DLPack tensor nor an address"
+        ) from None
+    if not view.c_contiguous:
+        raise ParamInvalid("a tensor is not C-contiguous")
+    return _from_array(np.asarray(view))
+
+
+def resolve(tensors: Any, desc: CacheDesc | None) -> tuple[list[Tensor], CacheDesc]:
+    """Find the memory of `tensors`; check it against `desc`, or make the description from it.
+
+    Raises TypeError for what is no tensor, ParamInvalid for tensors that are not contiguous, empty,
+    unequal or not as described, FeatureNotEnabled for device memory.
+    """
+    if desc is not None and not isinstance(desc, CacheDesc):
+        raise TypeError(f"cache_desc must be a CacheDesc or None, not {type(desc).__name__}")
+    if isinstance(tensors, (str, bytes)) or not hasattr(tensors, "__iter__"):
+        raise TypeError("tensors must be a sequence of tensors")
+    found = [_resolve(tensor) for tensor in tensors]
+    if not found:
+        raise ParamInvalid("a cache has at least one tensor")
+    if desc is None:
+        first = found[0]
+        if first.shape is None:
+            raise ParamInvalid("plain addresses need a CacheDesc")
+        desc = CacheDesc(len(found), first.shape, first.data_type, CachePlacement.HOST)
+    if desc.placement == CachePlacement.DEVICE:
+        raise FeatureNotEnabled("device memory cannot take part in transfers yet")
+    if desc.num_tensors != len(found):
+        raise ParamInvalid(f"{len(found)} tensors, but the description says {desc.num_tensors}")
+    if not desc.shape or any(extent <= 0 for extent in desc.shape):
+        raise ParamInvalid(f"the shape {desc.shape} has no bytes")
+    elements = prod(desc.shape)
+    itemsize = desc.data_type.itemsize if desc.data_type is not DataType.UNDEFINED else None
+    sizes = {tensor.nbytes for tensor in found if tensor.nbytes is not None}
+    if itemsize is not None:
+        sizes.add(elements * itemsize)
+    if not sizes:
+        raise ParamInvalid("plain addresses need a CacheDesc with a data type")
+    if len(sizes) > 1:
+        raise ParamInvalid(f"tensors and description disagree about bytes: {sorted(sizes)}")
+    if next(iter(sizes)) % desc.shape[0]:
+        raise ParamInvalid(f"a tensor cannot be cut into {desc.shape[0]} equal slots")
+    for tensor in found:
+        if tensor.data_type not in (DataType.UNDEFINED, desc.data_type) and (
+            desc.data_type is not DataType.UNDEFINED
+        ):
+            raise ParamInvalid(f"a tensor is {tensor.data_type.name}, not {desc.data_type.name}")
+    return found, CacheDesc(
+        desc.num_tensors, tuple(desc.shape), desc.data_type, CachePlacement.HOST
+    )
+
+
+def bytes_of(tensors: list[Tensor], desc: CacheDesc) -> int:
+    """Bytes of one tensor of a cache that `resolve` has accepted."""
+    for tensor in tensors:
+        if tensor.nbytes is not None:
+            return tensor.nbytes
+    return prod(desc.shape) * desc.data_type.itemsize
+
+
+def allocate(desc: CacheDesc) -> list[np.ndarray[Any, Any]]:
+    """Page-aligned zeroed arrays for `desc`, in one mapping, on huge pages where possible.
+
+    Types that NumPy lacks (BF16, the 8-bit floats) come as unsigned integers of their size.
+    """
+    if desc.data_type is DataType.UNDEFINED:
+        raise ParamInvalid("memory can only be allocated for a known data type")
+    if desc.num_tensors < 1 or not desc.shape or any(extent <= 0 for extent in desc.shape):
+        raise ParamInvalid(f"{desc.num_tensors} tensors of shape {desc.shape} have no bytes")
+    dtype = _numpy_dtype(desc.data_type)
+    nbytes = prod(desc.shape) * dtype.itemsize
+    pitch = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        mapping = mmap.mmap(-1, desc.num_tensors * pitch + _HUGE_PAGE)
+    except (OSError, OverflowError, ValueError) as error:
+        raise LlmOutOfMemory(f"cannot map {desc.num_tensors * pitch} bytes: {error}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            pass  # a kernel without transparent huge pages: ordinary ones do
+    whole = np.frombuffer(mapping, dtype=np.uint8)
+    start = -whole.ctypes.data % _HUGE_PAGE
+    return [
+        whole[start + i * pitch : start + i * pitch + nbytes].view(dtype).reshape(desc.shape)
+        for i in range(desc.num_tensors)
+    ]
+
+
+def _numpy_dtype(data_type: DataType) -> np.dtype[Any]:
+    for (kind, bits), known in _NUMPY_TYPES.items():
+        if known is data_type:
+            return np.dtype(f"{kind}{bits // 8}" if kind != "b" else "?")
+    return np.dtype(f"u{data_type.itemsize}")

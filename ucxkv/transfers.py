@@ -1,0 +1,168 @@
+"""Transfers as their users see them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING
+
+from ucxkv.errors import LlmError, LlmTimeout, Status, error_for
+from ucxkv.types import TransferReport
+
+if TYPE_CHECKING:
+    from ucxkv.engine import TransferHandle
+    from ucxkv.links import Link
+
+
+class Transfer:
+    """A running pull: wait for it, await it, follow its layers, cancel it.
+
+    It goes on whether or not this object is kept.  After it has ended, in whatever way, no byte of
+    local memory is written on its behalf.
+    """
+
+    def __init__(self, handle: TransferHandle, what: str, timeout_ms: float) -> None:
+        self._handle = handle
+        self._what = what
+        self._timeout_ms = timeout_ms
+        self._link: Link | None = None
+        self._error: LlmError | None = None
+
+    def __repr__(self) -> str:
+        state = "done" if self.done() else f"{self.bytes_done} bytes done"
+        return f"<Transfer: {self._what}, {state}>"
+
+    # -- the engine's side ------------------------------------------------------------------------
+
+    def _submitted(self, link: Link) -> None:
+        self._link = link
+
+    def _fail(self, error: LlmError) -> None:
+        """End it with `error` before it has been submitted."""
+        self._error = error
+        self._handle.end(int(error.status), str(error))
+
+    def _abort(self, reason: str) -> None:
+        self._handle.end(int(Status.FAILED), reason)
+        self._handle.wait(signals=False)
+
+    # -- the user's side --------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._handle.done
+
+    @property
+    def bytes_done(self) -> int:
+        """Bytes that have landed and are known to be right, in layer order."""
+        return self._handle.bytes_done
+
+    def result(self, timeout: float | None = None) -> TransferReport:
+        """Wait for the end, at most `timeout` seconds, and return the report or raise the error.
+
+        A TimeoutError that is no LlmError means that it is still running: give it up with `cancel`.
+        """
+        if not self._handle.wait(timeout):
+            raise TimeoutError(f"{self._what} is still running")
+        return self._outcome()
+
+    def cancel(self) -> bool:
+        """End it now, fenced; False if it had ended before.
+
+        Returns when nothing can be written on its behalf any more.  `result` then raises LlmError.
+        """
+        self._abort("it was cancelled")
+        return self._handle.status == Status.FAILED
+
+    def layers_done(self) -> int:
+        """Number of layers, from the first selected one on, that have landed and are right."""
+        return self._handle.layers_done
+
+    def wait_layer(self, i: int, timeout_ms: float | None = None) -> None:
+        """Wait until the `i`-th selected layer, counted from 0, has landed.
+
+        Raises the transfer's error if it ends without that layer, TimeoutError after `timeout_ms`
+        milliseconds, and IndexError for a layer it does not move.
+        """
+        if i < 0:
+            raise IndexError(f"layer {i}")
+        if not self._handle.wait(None if timeout_ms is None else timeout_ms / 1e3, i):
+            raise TimeoutError(f"layer {i} of {self._what} has not landed")
+        if self._handle.layers_done > i:
+            return
+        self._outcome()
+        raise IndexError(f"layer {i} of a transfer of {self._handle.layers} layers")
+
+    def layers(self) -> Iterator[int]:
+        """Yield the number of each selected layer, counted from 0, as it lands."""
+        layer = 0
+        while True:
+            try:
+                self.wait_layer(layer)
+            except IndexError:
+                return
+            yield layer
+            layer += 1
+
+    def __await__(self) -> Generator[object, None, TransferReport]:
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> TransferReport:
+        """Wait on the running loop; being cancelled cancels the transfer, fenced."""
+        if not self._handle.done:
+            loop = asyncio.get_running_loop()
+            ended: asyncio.Future[None] = loop.create_future()
+            # A descriptor of our own, since a loop has one reader for each.
+            fd = os.dup(self._handle.event_fd())
+
+            def over() -> None:
+                loop.remove_reader(fd)
+                if not ended.done():
+                    ended.set_result(None)
+
+            loop.add_reader(fd, over)
+            try:
+                await ended
+            except BaseException:
+                self.cancel()
+                raise
+            finally:
+                loop.remove_reader(fd)
+                os.close(fd)
+        return self._outcome()
+
+    def _outcome(self) -> TransferReport:
+        handle = self._handle
+        if handle.status == Status.SUCCESS:
+            return TransferReport(
+                bytes=handle.total,
+                seconds=handle.seconds,
+                path="get" if handle.get else "stream",
+                spans=handle.spans,
+            )
+        if self._error is None:
+            self._error = self._explain()
+        raise self._error
+
+    def _explain(self) -> LlmError:
+        handle = self._handle
+        status = Status(handle.status)
+        where = ""
+        cause = handle.reason
+        link = self._link
+        if link is not None:
+            path = "get" if handle.get else "stream"
+            names = ", ".join(link.native.transports) or "no endpoint"
+            where = f" ({link.address}, path {path} over {names})"
+            if status not in (Status.KV_CACHE_NOT_EXIST,) and link.native.error:
+                cause = f"{cause}; data plane: {link.native.error}".lstrip("; ")
+        if status is Status.TIMEOUT:
+            waited = f"not complete after {self._timeout_ms:g} ms"
+            if handle.total:
+                waited += f", {handle.bytes_done} of {handle.total} bytes had landed"
+            elif not cause:
+                cause = "link or cache were still being waited for"
+            cause = f"{waited}; {cause}" if cause else waited
+            return LlmTimeout(f"{self._what}{where}: {cause}")
+        return error_for(status, f"{self._what}{where}: {cause or status.name}")
