@@ -19,8 +19,12 @@ def ucx_root() -> Path:
 
 
 ucx = ucx_root()
+# UCXKV_COVERAGE=1 builds for measuring coverage of the .pyx, UCXKV_SANITIZE=address (or another)
+# with that sanitizer.  Timestamps do not tell such a build from an ordinary one: the way back is
+# `build_ext --force`.
 coverage = os.environ.get("UCXKV_COVERAGE") == "1"
 sanitize = os.environ.get("UCXKV_SANITIZE")
+special = coverage or bool(sanitize)
 flags = ["-O2", "-g1", "-D_GNU_SOURCE", "-pthread"]
 link_flags = ["-pthread"]
 if sanitize:
@@ -48,6 +52,7 @@ setup(
         include_path=["pyx"],
         build_dir="build/cython",
         nthreads=2,
+        force=special,
         compiler_directives={
             "language_level": 3,
             "boundscheck": False,
@@ -57,5 +62,6 @@ setup(
             "embedsignature": True,
             "linetrace": coverage,
         },
-    )
+    ),
+    options={"build_ext": {"parallel": 2, "force": special}},
 )

@@ -221,6 +221,7 @@ class Peer:
         except BaseException:
             self.kill()
             self._show()
+            self._output.close()
             raise
 
     @property
@@ -355,29 +356,32 @@ class Peer:
 
     def close(self) -> None:
         """Finalize the engine, let the process end by itself, and look at what it printed."""
-        if self.killed:
-            # A process that was killed says nothing about its end, but may have complained before.
+        try:
+            if not self.killed:
+                self._end()
             complaints = self.trouble()
-        else:
-            try:
-                if self.engine and self.finalize:
-                    self.call(actions.finalize, timeout=15)
-                self._connection.send(None)
-                code = self.process.wait(20 * PATIENCE)
-                self._reader.join(10)
-            except BaseException:
-                self.kill()
-                self._show()
-                raise
-            self._forget()
-            if code != 0:
-                self._show()
-                raise AssertionError(f"{self.name} ended with {code}")
-            complaints = self.trouble()
-        if complaints:
+            if complaints:
+                raise AssertionError(f"{self.name} printed: {complaints[0]}")
+        except BaseException:
             self._show()
-            raise AssertionError(f"{self.name} printed: {complaints[0]}")
-        self._output.close()
+            raise
+        finally:
+            self._output.close()
+
+    def _end(self) -> None:
+        try:
+            if self.engine and self.finalize:
+                self.call(actions.finalize, timeout=15)
+            self._connection.send(None)
+            code = self.process.wait(20 * PATIENCE)
+            self._reader.join(10)
+        except BaseException:
+            if not self.killed:
+                self.kill()
+            raise
+        self._forget()
+        if code != 0:
+            raise AssertionError(f"{self.name} ended with {code}")
 
     def __enter__(self) -> Peer:
         return self

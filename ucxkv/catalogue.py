@@ -112,7 +112,9 @@ def remote_entry(
 ) -> RemoteEntry:
     """What a peer told, checked; wire.ProtocolError if it contradicts itself."""
     if factory is None:
-        from ucxkv.memory import RemoteCache as factory
+        from ucxkv.memory import RemoteCache
+
+        factory = RemoteCache
     try:
         data_type = DataType[told.data_type]
         placement = CachePlacement(told.placement)

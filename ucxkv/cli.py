@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from ucxkv.demo.model import ModelConfig
@@ -57,6 +57,14 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
     return argparse.HelpFormatter(prog, max_help_position=22, width=_WIDTH)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Breaks its error messages as its help."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(2, _wrapped(f"{self.prog}: {message}") + "\n")
+
+
 class _Version(argparse.Action):
     """--version, without importing anything for the other commands."""
 
@@ -68,8 +76,8 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> _Parser:
+    parser = _Parser(
         "ucxkv",
         description="Moves LLM KV caches between processes, over UCX.",
         formatter_class=_formatter,
@@ -87,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
     demo = commands.add_parser(
         "demo",
         help="pull the KV cache of a real transformer from one process into another",
@@ -240,5 +248,9 @@ def _config(options: argparse.Namespace, prompt_tokens: int) -> ModelConfig:
 
 
 def _fail(message: str, code: int) -> int:
-    print(textwrap.fill(f"ucxkv: {message}", _WIDTH, break_on_hyphens=False), file=sys.stderr)
+    print(_wrapped(f"ucxkv: {message}"), file=sys.stderr)
     return code
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, break_on_hyphens=False)

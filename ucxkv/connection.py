@@ -46,6 +46,8 @@ def reason(error: BaseException) -> str:
     """An error in a few words."""
     if isinstance(error, asyncio.IncompleteReadError):
         return "closed by the peer"
+    if isinstance(error, socket.gaierror):
+        return error.strerror or "the name cannot be resolved"
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
     return str(error) or type(error).__name__
@@ -194,16 +196,19 @@ class Connection:
 
     # -- the end --------------------------------------------------------------------------------
 
-    def close(self, farewell: wire.Message | None = None) -> None:
-        """Send what is queued and `farewell`, then close; a peer that does not read is cut off."""
+    def close(self, farewell: wire.Message | None = None) -> asyncio.Task[None] | None:
+        """Send what is queued and `farewell`, then close; a peer that does not read is cut off.
+
+        Returns the task that does so; None if it is closed already.
+        """
         if self._closed:
-            return
+            return None
         if farewell is not None and self._sender is not None:
             self._outbox.append(wire.encode(farewell))
         while self._outbox:
             self._writer.write(self._batch())
         self._end()
-        self._control.spawn(self._close())
+        return self._control.spawn(self._close())
 
     async def _close(self) -> None:
         try:
@@ -246,9 +251,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
             sock = socket.socket(family, kind, protocol)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
-                sock.setsockopt(
-                    socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address[0] != "::")
-                )
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address[0] != "::"))
             sock.bind(wanted)
             sock.listen(_BACKLOG)
             sock.setblocking(False)
@@ -287,9 +290,7 @@ class Listener:
         address = sockets[0].getsockname()[:2]
         for sock in sockets:
             self._servers.append(
-                await asyncio.start_server(
-                    self._accept, sock=sock, limit=_BUFFER, backlog=_BACKLOG
-                )
+                await asyncio.start_server(self._accept, sock=sock, limit=_BUFFER, backlog=_BACKLOG)
             )
         return str(address[0]), int(address[1])
 

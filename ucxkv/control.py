@@ -59,6 +59,40 @@ class Warnings:
             logger.warning("%s", text)
 
 
+class Waiters:
+    """Coroutines that wait for a condition; lives on the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    def touch(self) -> None:
+        """Something has changed: all look at their conditions."""
+        waiting, self._waiting = self._waiting, set()
+        for future in waiting:
+            _wake(future)
+
+    async def until(self, condition: Callable[[], object], deadline: float) -> bool:
+        """Wait until `condition` is true; False if it is not at `deadline` on the loop's clock."""
+        while not condition():
+            if self._loop.time() >= deadline:
+                return False
+            future: asyncio.Future[None] = self._loop.create_future()
+            self._waiting.add(future)
+            timer = self._loop.call_at(deadline, _wake, future)
+            try:
+                await future
+            finally:
+                timer.cancel()
+                self._waiting.discard(future)
+        return True
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
 class _Loop(asyncio.SelectorEventLoop):
     """An event loop that a forked child leaves alone: its epoll is shared with the parent's."""
 

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+from numpy.typing import NDArray
+
 from ucxkv import geometry, settings, tensors
 from ucxkv._load import loaded
 from ucxkv._version import __version__
@@ -370,16 +372,17 @@ class LlmDataDist:
         forced path the link does not have); then LlmTimeout, KvCacheNotExist, NotYetLink or LlmError
         when the transfer fails.  After any of them no byte is written on its behalf.
         """
-        transfer = self._pull(
-            src_cache_index, dst_cache, batch_index, size, ext_param, timeout_ms, attended=True
+        running = self._engine()
+        call = geometry.check_call(
+            src_cache_index,
+            dst_cache,
+            batch_index,
+            size,
+            ext_param,
+            timeout_ms,
+            running.options.sync_cache_wait_time_ms,
         )
-        try:
-            return transfer.result()
-        except LlmError:
-            raise
-        except BaseException:
-            transfer._abort("its caller was interrupted")
-            raise
+        return _finish(self._pull(running, call, attended=True))
 
     def pull_kv_cache_async(
         self,
@@ -396,21 +399,6 @@ class LlmDataDist:
         Checks that need no waiting raise here; where a link is being set up or a cache id has to be
         confirmed with its owner, what is found comes out of the Transfer.
         """
-        return self._pull(
-            src_cache_index, dst_cache, batch_index, size, ext_param, timeout_ms, attended=False
-        )
-
-    def _pull(
-        self,
-        src_cache_index: Any,
-        dst_cache: Any,
-        batch_index: Any,
-        size: Any,
-        ext_param: Any,
-        timeout_ms: Any,
-        *,
-        attended: bool,
-    ) -> Transfer:
         running = self._engine()
         call = geometry.check_call(
             src_cache_index,
@@ -421,6 +409,66 @@ class LlmDataDist:
             timeout_ms,
             running.options.sync_cache_wait_time_ms,
         )
+        return self._pull(running, call, attended=False)
+
+    def pull_kv_blocks(
+        self,
+        src_cache_index: CacheIndex,
+        dst_cache: Cache,
+        src_blocks: Sequence[int] | NDArray[Any] | None,
+        dst_blocks: Sequence[int] | NDArray[Any],
+        ext_param: KvCacheExtParam = KvCacheExtParam(),
+        *,
+        timeout_ms: float | None = None,
+    ) -> TransferReport:
+        """Copy blocks of a peer's cache into blocks of a cache of ours.
+
+        shape[0] of either cache is its number of blocks.  Remote block `src_blocks[i]` goes to
+        local block `dst_blocks[i]`, for every selected layer and tensor.  With `src_blocks` None
+        the source is continuous: the slot `src_cache_index.batch_index` of the remote cache is cut
+        into the destination blocks, in order.  Lists are sequences of integers or integer arrays.
+        Empty lists succeed with 0 bytes.  A source block may be smaller than a destination block;
+        only its bytes are written then.
+
+        Raises what `pull_kv_cache` raises; ParamInvalid also for lists of unequal length, a block
+        out of range, and a destination named twice.
+        """
+        running = self._engine()
+        call = geometry.check_blocks_call(
+            src_cache_index,
+            dst_cache,
+            src_blocks,
+            dst_blocks,
+            ext_param,
+            timeout_ms,
+            running.options.sync_cache_wait_time_ms,
+        )
+        return _finish(self._pull(running, call, attended=True))
+
+    def pull_kv_blocks_async(
+        self,
+        src_cache_index: CacheIndex,
+        dst_cache: Cache,
+        src_blocks: Sequence[int] | NDArray[Any] | None,
+        dst_blocks: Sequence[int] | NDArray[Any],
+        ext_param: KvCacheExtParam = KvCacheExtParam(),
+        *,
+        timeout_ms: float | None = None,
+    ) -> Transfer:
+        """Like `pull_kv_blocks`, but returns the running Transfer."""
+        running = self._engine()
+        call = geometry.check_blocks_call(
+            src_cache_index,
+            dst_cache,
+            src_blocks,
+            dst_blocks,
+            ext_param,
+            timeout_ms,
+            running.options.sync_cache_wait_time_ms,
+        )
+        return self._pull(running, call, attended=False)
+
+    def _pull(self, running: _Running, call: geometry.Call, *, attended: bool) -> Transfer:
         target = running.catalogue.get(call.dst_cache_id)
         if target is None:
             raise KvCacheNotExist(f"no local cache {call.dst_cache_id} is registered")
@@ -444,6 +492,17 @@ class LlmDataDist:
     def stats(self) -> EngineStats:
         """Totals of this engine's pulls since it was initialized, and their latency quantiles."""
         return EngineStats.from_totals(self._engine().native.totals())
+
+
+def _finish(transfer: Transfer) -> TransferReport:
+    """Wait for a transfer on behalf of a blocking call, which gives it up when interrupted."""
+    try:
+        return transfer.result()
+    except LlmError:
+        raise
+    except BaseException:
+        transfer._abort("its caller was interrupted")
+        raise
 
 
 def _new(running: _Running, deadline: int, attended: bool) -> TransferHandle:
@@ -493,6 +552,8 @@ def _submit(
         block_len=plan.block_len,
         src_block=call.src_batch,
         dst_block=call.dst_batch,
+        src_blocks=call.src_blocks,
+        dst_blocks=call.dst_blocks,
         attended=attended,
     )
 

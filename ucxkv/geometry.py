@@ -8,8 +8,11 @@ values, the local cache, the link, the remote cache, geometry.  Those before the
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ucxkv.errors import ParamInvalid
 from ucxkv.types import Cache, CacheIndex, DataType, KvCacheExtParam
@@ -19,10 +22,16 @@ if TYPE_CHECKING:
 
 _ALL = (-1, -1)
 
+Blocks = NDArray[np.uint32]
+
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one pull, their types and values checked."""
+    """The arguments of one pull, their types and values checked.
+
+    With `dst_blocks` it is a pull of blocks: from `src_blocks`, or from the continuous slot
+    `src_batch` where there are none.
+    """
 
     cluster_id: int
     src_cache_id: int
@@ -34,6 +43,8 @@ class Call:
     dst_layers: tuple[int, int]
     tensors_per_layer: int
     timeout_ms: float
+    src_blocks: Blocks | None = None
+    dst_blocks: Blocks | None = None
 
 
 class Plan(NamedTuple):
@@ -67,6 +78,57 @@ def _layer_range(value: Any, name: str) -> tuple[int, int]:
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise TypeError(f"{name} must be a pair of integers")
     return integer(value[0], name), integer(value[1], name)
+
+
+def block_list(value: Any, name: str) -> NDArray[Any]:
+    """`value`, a sequence of integers or an integer array, as a one-dimensional array.
+
+    Raises TypeError for anything else.  An array of integers is not copied.
+    """
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__len__"):
+        raise TypeError(f"{name} must be a sequence of integers, not {type(value).__name__}")
+    try:
+        array = np.asarray(value)
+    except (ValueError, OverflowError) as error:
+        raise TypeError(f"{name} must be a sequence of integers: {error}") from None
+    if array.ndim == 1 and array.size == 0:
+        return array.astype(np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be a flat sequence of integers")
+    return array
+
+
+def _block_numbers(array: NDArray[Any], name: str) -> Blocks:
+    if array.size and (array.min() < 0 or array.max() > np.iinfo(np.uint32).max):
+        raise ParamInvalid(f"{name} has numbers that no block can have")
+    return np.ascontiguousarray(array, dtype=np.uint32)
+
+
+def check_blocks_call(
+    src_cache_index: Any,
+    dst_cache: Any,
+    src_blocks: Any,
+    dst_blocks: Any,
+    ext_param: Any,
+    timeout_ms: Any,
+    default_timeout_ms: float,
+) -> Call:
+    """Steps 1 and 2 of a pull of blocks."""
+    sources = None if src_blocks is None else block_list(src_blocks, "src_blocks")
+    targets = block_list(dst_blocks, "dst_blocks")
+    call = check_call(
+        src_cache_index, dst_cache, 0, -1, ext_param, timeout_ms, default_timeout_ms
+    )
+    numbers = _block_numbers(targets, "dst_blocks")
+    if np.unique(numbers).size != numbers.size:
+        raise ParamInvalid("dst_blocks names a block twice")
+    if sources is not None and sources.size != targets.size:
+        raise ParamInvalid(f"{sources.size} source blocks for {targets.size} destination blocks")
+    return replace(
+        call,
+        src_blocks=None if sources is None else _block_numbers(sources, "src_blocks"),
+        dst_blocks=numbers,
+    )
 
 
 def check_call(
@@ -136,12 +198,7 @@ def _side_layers(layers: tuple[int, int], n: int, num_tensors: int, side: str) -
 
 def plan(call: Call, source: RemoteEntry, target: LocalEntry) -> Plan:
     """Step 6: geometry (ParamInvalid), and what it amounts to."""
-    if call.src_batch >= source.blocks:
-        raise ParamInvalid(f"batch index {call.src_batch} of a source with {source.blocks} slots")
-    if call.dst_batch >= target.blocks:
-        raise ParamInvalid(
-            f"batch index {call.dst_batch} of a destination with {target.blocks} slots"
-        )
+    _check_slots(call, source, target)
     n = call.tensors_per_layer
     src_tensors, dst_tensors = source.desc.num_tensors, target.desc.num_tensors
     if call.src_layers == _ALL and call.dst_layers == _ALL:
@@ -158,19 +215,48 @@ def plan(call: Call, source: RemoteEntry, target: LocalEntry) -> Plan:
         if src_count != dst_count:
             raise ParamInvalid(f"{src_count} source layers against {dst_count} destination layers")
         tensors = src_count * n
-    length = call.size
-    if length == -1:
-        length = source.block_bytes
-        if length > target.block_bytes:
-            raise ParamInvalid(
-                f"a source slot has {length} bytes, a destination slot {target.block_bytes}"
-            )
-    elif length > source.block_bytes or length > target.block_bytes:
-        raise ParamInvalid(
-            f"size {length} exceeds a slot: source {source.block_bytes} bytes,"
-            f" destination {target.block_bytes}"
-        )
+    length = _length(call, source, target)
     src_type, dst_type = source.desc.data_type, target.desc.data_type
     if DataType.UNDEFINED not in (src_type, dst_type) and src_type is not dst_type:
         raise ParamInvalid(f"data types differ: source {src_type.name}, destination {dst_type.name}")
     return Plan(src_first, dst_first, tensors, n, length)
+
+
+def _check_slots(call: Call, source: RemoteEntry, target: LocalEntry) -> None:
+    for blocks, entry, side in (
+        (call.src_blocks, source, "source"),
+        (call.dst_blocks, target, "destination"),
+    ):
+        if blocks is not None and blocks.size and blocks.max() >= entry.blocks:
+            raise ParamInvalid(f"block {blocks.max()} of a {side} with {entry.blocks} blocks")
+    if call.src_blocks is None and call.src_batch >= source.blocks:
+        raise ParamInvalid(f"batch index {call.src_batch} of a source with {source.blocks} slots")
+    if call.dst_blocks is None and call.dst_batch >= target.blocks:
+        raise ParamInvalid(
+            f"batch index {call.dst_batch} of a destination with {target.blocks} slots"
+        )
+
+
+def _length(call: Call, source: RemoteEntry, target: LocalEntry) -> int:
+    """Bytes to copy to each destination slot or block."""
+    if call.dst_blocks is not None and call.src_blocks is None:
+        needed = call.dst_blocks.size * target.block_bytes
+        if needed > source.block_bytes:
+            raise ParamInvalid(
+                f"{call.dst_blocks.size} destination blocks need {needed} bytes, the source slot"
+                f" has {source.block_bytes}"
+            )
+        return target.block_bytes
+    if call.size == -1:
+        if source.block_bytes > target.block_bytes:
+            raise ParamInvalid(
+                f"a source slot has {source.block_bytes} bytes, a destination slot"
+                f" {target.block_bytes}"
+            )
+        return source.block_bytes
+    if call.size > source.block_bytes or call.size > target.block_bytes:
+        raise ParamInvalid(
+            f"size {call.size} exceeds a slot: source {source.block_bytes} bytes,"
+            f" destination {target.block_bytes}"
+        )
+    return call.size

@@ -41,7 +41,7 @@ class Introduction:
     link_id: bytes  # names a link that is made over this connection
 
 
-# Told what the peer's hello said, so that the answer's serial can be taken as late as possible.
+# A function, so that the hello's serial is taken when the hello is sent.
 MakeHello = Callable[[], wire.Hello]
 Stage = Callable[[str], None]
 
@@ -152,14 +152,12 @@ async def answer(
     ProtocolError, after telling it nothing, or ConnectionLost.
     """
     version = await connection.receive_preamble()
-    connection_hello = None
     if version != wire.PROTOCOL:
         connection.send_preamble()
         raise wrong_protocol(version, make_hello().library)
-    connection_hello, said = await connection.receive_opening()
-    if not isinstance(connection_hello, wire.Hello):
+    theirs, said = await connection.receive_opening()
+    if not isinstance(theirs, wire.Hello):
         raise wire.ProtocolError("the peer did not begin with a hello")
-    theirs = connection_hello
     mine = make_hello()
     connection.send_preamble()
     problem = objection(mine, theirs)

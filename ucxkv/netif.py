@@ -28,7 +28,7 @@ def interface_of(local: str) -> str | None:
     closest: tuple[int, str] | None = None
     for label, entries in psutil.net_if_addrs().items():
         # Linux lists labelled addresses as interfaces of their own, such as "eth0:1".
-        name = label.partition(":")[0]
+        name = str(label).partition(":")[0]
         for entry in entries:
             if entry.family != family:
                 continue

@@ -15,12 +15,16 @@ PATHS = ("auto", "get", "stream")
 class Options:
     """Settings of one engine.
 
-    listen: "host:port" to accept links at, port 0 for any free one; None: this engine only dials.
-    sync_cache_wait_time_ms: default deadline of every pull, in milliseconds.
-    secret: shared by all clusters that may link with each other; None: anyone may link.
-    path: "auto" chooses per transfer; "get" and "stream" force one.  The environment variable
-        UCXKV_PATH overrides it.
-    ucx: UCX settings without their UCX_ prefix; they win over the environment's.
+    listen: "host:port" to accept links at, an IPv6 address in brackets, port 0 for any free one;
+        None (the default): this engine only dials.
+    sync_cache_wait_time_ms: default deadline of every pull and push, in milliseconds (1000).
+    secret: shared by all clusters that may link with each other; None (the default): anyone may.
+    path: "auto" (the default) chooses per transfer; "get" and "stream" force one.  The environment
+        variable UCXKV_PATH overrides it.
+    ucx: UCX settings by their names without the UCX_ prefix, such as {"TLS": "tcp"}; they win over
+        the environment's.
+
+    Raises TypeError for values of wrong types, ParamInvalid for others that make no sense.
     """
 
     listen: str | None = None
@@ -32,14 +36,29 @@ class Options:
     def __post_init__(self) -> None:
         if self.listen is not None:
             self.listen_endpoint()
-        if not self.sync_cache_wait_time_ms > 0:
-            raise ParamInvalid("sync_cache_wait_time_ms must be positive")
+        milliseconds = self.sync_cache_wait_time_ms
+        if isinstance(milliseconds, bool) or not isinstance(milliseconds, (int, float)):
+            raise TypeError("sync_cache_wait_time_ms must be a number")
+        if not 0 < milliseconds < float("inf"):
+            raise ParamInvalid(f"sync_cache_wait_time_ms must be positive, not {milliseconds}")
         if self.secret is not None and not isinstance(self.secret, (str, bytes)):
             raise TypeError("secret must be a str, bytes or None")
         if self.secret is not None and not self.secret:
             raise ParamInvalid("an empty secret protects nothing: use None")
+        if not isinstance(self.path, str):
+            raise TypeError("path must be a str")
         if self.path not in PATHS:
             raise ParamInvalid(f"path must be one of {', '.join(PATHS)}, not {self.path!r}")
+        self._check_ucx()
+
+    def _check_ucx(self) -> None:
+        if not isinstance(self.ucx, Mapping):
+            raise TypeError("ucx must be a mapping of names to values")
+        for name, value in self.ucx.items():
+            if not isinstance(name, str) or not isinstance(value, str):
+                raise TypeError(f"ucx must map str to str, but has {name!r}: {value!r}")
+            if name.startswith("UCX_"):
+                raise ParamInvalid(f"ucx takes names without UCX_: {name[4:]!r}, not {name!r}")
 
     def listen_endpoint(self) -> tuple[str, int] | None:
         """Host and port of `listen`; an IPv6 address is written in brackets."""

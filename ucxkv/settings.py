@@ -1,39 +1,57 @@
 """UCX settings of the two contexts, from the user's and from what the library needs.
 
 Settings go to UCX by its configuration calls, never through the environment.  `Options.ucx` wins
-over the environment's ``UCX_*``, and both win over our defaults, except for the few that both ends
-of a link must have: those are forced, and a user's that contradict them make linking fail.
+over the environment's ``UCX_*``, and both win over our defaults, except for the few that a link
+cannot do without: those are forced, and a user's that contradict them make linking fail.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 
+from ucxkv import _load
 from ucxkv.options import Options
 
 STREAM_CHUNK = 262144
-# Room for UCX's and our headers behind the chunk.
-_SEGMENT = str(STREAM_CHUNK + 1024)
+# Room for UCX's and our headers beside the chunk.
+STREAM_SEGMENT = STREAM_CHUNK + 1024
 
 # TCP segments that differ between two ends are a crash in UCX, and the default address format does
-# not carry their size; a rendezvous would let the peer read from the owner at its leisure.
+# not carry their size; a rendezvous would let the peer read from the owner at its leisure; and
+# without the last two, shared memory has no endpoints that report the death of their peer.
 FORCED: Mapping[str, str] = {
-    "TCP_TX_SEG_SIZE": _SEGMENT,
-    "TCP_RX_SEG_SIZE": _SEGMENT,
+    "TCP_TX_SEG_SIZE": str(STREAM_SEGMENT),
+    "TCP_RX_SEG_SIZE": str(STREAM_SEGMENT),
     "ADDRESS_VERSION": "v2",
     "RNDV_THRESH": "inf",
+    "POSIX_ERROR_HANDLING": "y",
+    "SYSV_ERROR_HANDLING": "y",
 }
+_FORCED_RMA = ("RNDV_THRESH", "POSIX_ERROR_HANDLING", "SYSV_ERROR_HANDLING")
 
-# Endpoints that report the death of their peer are impossible over shared memory without these.
-_ERROR_HANDLING: Mapping[str, str] = {"POSIX_ERROR_HANDLING": "y", "SYSV_ERROR_HANDLING": "y"}
+# Same-host GET is native from this version on: older ones emulate it by messages to the owner's
+# CPU in the error mode that fences need (seen on 1.13 to 1.18).
+NATIVE_CMA = (1, 19)
+# From this one on CMA takes part by itself; before it has to claim that it can invalidate memory.
+_CMA_BY_ITSELF = (1, 20)
+# The first one that can be told never to emulate.
+_NO_EMULATION = (1, 21)
 
+_SHARED = frozenset(("posix", "sysv", "cma", "knem", "xpmem"))
+# UCX's names for several transports at once.
+_ALIASES: Mapping[str, frozenset[str]] = {
+    "mm": frozenset(("posix", "sysv", "xpmem")),
+    "sm": _SHARED,
+    "shm": _SHARED,
+}
+_RDMA_PREFIXES = ("rc", "dc", "ib", "gga", "srd", "ugni")
 # Transports that have no GET, or emulate it by messages to the owner's CPU.
-_EMULATORS = {"tcp", "ud", "ud_v", "ud_x", "ud_verbs", "ud_mlx5", "udx"}
-# Transports that only carry what others need, or reach nobody else.
-_HELPERS = {"posix", "sysv", "self", "shm", "sm", "mm"}
-_CMA_HELPERS = ("posix",)
-_NATIVE_RDMA = {"rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "dc", "dc_x", "dc_mlx5", "ib", "all"}
+_EMULATORS = re.compile(r"tcp|udx?|ud_\w+")
+# They have GET for memory of their own only, but can set up connections for CMA.
+_WIRING = ("posix", "sysv")
+_NATIVE_SHARED = frozenset(("cma", "knem", "xpmem"))
 
 
 def user_value(options: Options, name: str) -> str | None:
@@ -43,78 +61,147 @@ def user_value(options: Options, name: str) -> str | None:
     return os.environ.get(f"UCX_{name}")
 
 
+def _meaning(value: str) -> str:
+    """A form that is equal for values that UCX takes for the same."""
+    value = value.strip().lower()
+    if value in ("y", "yes", "on", "1"):
+        return "y"
+    size = re.fullmatch(r"(\d+)([km]?)b?", value)
+    if size:
+        return str(int(size[1]) * {"": 1, "k": 1024, "m": 1048576}[size[2]])
+    return value
+
+
 def forced_conflicts(options: Options) -> list[str]:
-    """The user's settings that contradict what both ends of a link need, as sentences."""
+    """The user's settings that contradict what a link cannot do without, as sentences."""
     return [
-        f"UCX_{name}={value} contradicts {name}={FORCED[name]}, which ucxkv needs on both ends"
-        for name in FORCED
-        if (value := user_value(options, name)) is not None and value != FORCED[name]
+        f"UCX_{name}={value} contradicts UCX_{name}={needed}, which ucxkv needs: unset it"
+        for name, needed in FORCED.items()
+        if (value := user_value(options, name)) is not None and _meaning(value) != _meaning(needed)
     ]
 
 
-def _unless_set(options: Options, defaults: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value for name, value in defaults.items() if user_value(options, name) is None
-    }
+def _combined(
+    options: Options, defaults: Mapping[str, str], forced: Mapping[str, str]
+) -> dict[str, str]:
+    """Defaults that the user has not set, the user's options, and what is forced."""
+    chosen = {name: value for name, value in defaults.items() if user_value(options, name) is None}
+    return {**chosen, **options.ucx, **forced}
+
+
+def _names(value: str) -> list[str]:
+    return [name.strip() for name in value.lstrip("^").split(",") if name.strip()]
+
+
+def _expanded(names: list[str]) -> set[str]:
+    """Plain names of transports; those of RDMA stay as they are."""
+    return {plain for name in names for plain in _ALIASES.get(name, (name,))}
+
+
+def _is_rdma(name: str) -> bool:
+    return name.startswith(_RDMA_PREFIXES)
+
+
+def rdma_usable() -> bool:
+    """Whether this machine has RDMA devices and the loaded UCX has transports for them."""
+    return _load.machine_has_rdma() and _load.has_rdma(_load.loaded().folder)
+
+
+def _one_network(options: Options, rdma: bool) -> bool:
+    """Whether TCP is all that the streaming context uses between hosts."""
+    value = user_value(options, "TLS")
+    if value is None:
+        return True
+    names = _names(value)
+    if value.startswith("^"):
+        return "tcp" not in names and not rdma
+    if "all" in names:
+        return not rdma
+    return "tcp" in names and not any(_is_rdma(name) or name.startswith("ud") for name in names)
 
 
 def am_settings(
-    options: Options, interface: str | None, version: tuple[int, int, int]
+    options: Options,
+    interface: str | None,
+    version: tuple[int, int, int],
+    *,
+    rdma: bool | None = None,
 ) -> dict[str, str]:
-    """Settings of the context that streams, over the network interface of that name."""
-    defaults = {"TLS": "tcp,self", **_ERROR_HANDLING}
-    if interface is not None:
+    """Settings of the context that streams.
+
+    `interface` is the network interface that the link's addresses belong to: TCP is kept to it,
+    unless the user names devices, or transports that have devices of other kinds.  `version` is
+    that of UCX.  `rdma` says whether RDMA can be used; None: found out.
+    """
+    defaults = {"TLS": "tcp,self"}
+    if interface is not None and _one_network(options, rdma_usable() if rdma is None else rdma):
         defaults["NET_DEVICES"] = interface
-    return {**_unless_set(options, defaults), **options.ucx, **FORCED}
+    return _combined(options, defaults, FORCED)
 
 
-def _transports(value: str) -> tuple[bool, list[str]]:
-    """Whether a UCX_TLS excludes what it lists, and the list."""
-    negated = value.startswith("^")
-    return negated, [name.strip() for name in value.lstrip("^").split(",") if name.strip()]
+def _our_transports(
+    version: tuple[int, int, int], rdma: bool, excluded: set[str] | frozenset[str] = frozenset()
+) -> list[str]:
+    """What serves GETs without the owner where the user names nothing, or only what not to use."""
+    chosen = []
+    if rdma and not any(name == "ib" or name.startswith("rc") for name in excluded):
+        chosen.append("rc")
+    wiring = [name for name in _WIRING if name not in excluded]
+    if version >= NATIVE_CMA and "cma" not in excluded and wiring:
+        chosen += ["cma", wiring[0]]
+    # Devices that turn out to be unusable leave a context that reaches nobody, not an error.
+    return [*chosen, "self"] if chosen == ["rc"] else chosen
 
 
-def _rma_transports(value: str | None) -> str | None:
-    """The user's transports minus the emulators; None if no native GET is left."""
+def _native_transports(
+    value: str | None, version: tuple[int, int, int], rdma: bool
+) -> list[str] | None:
+    """What of the user's transports can serve GETs without the owner; None if nothing can."""
     if value is None or value == "all":
-        return "^tcp,ud"
-    negated, names = _transports(value)
-    if negated:
-        return "^" + ",".join(dict.fromkeys([*names, "tcp", "ud"]))
-    kept = [name for name in names if name not in _EMULATORS]
-    # UCX's collective names for shared memory include CMA.
-    if not [name for name in kept if name not in _HELPERS or name in ("shm", "sm")]:
+        return _our_transports(version, rdma) or None
+    names = _names(value)
+    if value.startswith("^"):
+        return _our_transports(version, rdma, _expanded(names)) or None
+    # A context with nothing but transports that are not there cannot be made.
+    kept = [
+        name for name in names if not _EMULATORS.fullmatch(name) and (rdma or not _is_rdma(name))
+    ]
+    if version < NATIVE_CMA:
+        kept = [name for name in kept if name not in _ALIASES and name not in _SHARED]
+    plain = _expanded(kept)
+    if any(_is_rdma(name) for name in plain):
+        return kept
+    if not plain & _NATIVE_SHARED:
         return None
-    if "cma" in kept and not _HELPERS & set(kept):
-        # CMA cannot set up a connection by itself.
-        kept += _CMA_HELPERS
-    return ",".join(kept)
+    return kept if plain & set(_WIRING) else [*kept, _WIRING[0]]
 
 
-def rma_settings(options: Options, version: tuple[int, int, int]) -> dict[str, str] | None:
-    """Settings of the context for GETs; None if the user's transports leave none that has any."""
+def rma_settings(
+    options: Options, version: tuple[int, int, int], *, rdma: bool | None = None
+) -> dict[str, str] | None:
+    """Settings of the context for GETs; None where no transport has GETs without the owner.
+
+    It has no transport that would emulate them, TCP above all: the owner's CPU would take part, and
+    an emulated GET of memory that is gone is a crash of the owner.  Only where the user forces the
+    path "get" and names nothing but such transports it has those, for comparison.
+    `version` is that of UCX.  `rdma` says whether RDMA can be used; None: found out.
+    """
     path = options.resolved_path()
     if path == "stream":
         return None
     value = user_value(options, "TLS")
-    transports = _rma_transports(value)
-    # Emulated GET is there for comparison, where the user forces the path and leaves nothing else.
-    emulated = transports is None and path == "get"
-    if emulated:
-        transports = value
-    if transports is None:
-        return None
-    defaults = {"RCACHE_MAX_UNRELEASED": "1024", **_ERROR_HANDLING}
-    if (1, 16) <= version[:2] < (1, 19) or (
-        version[:2] < (1, 19) and set(_transports(transports)[1]) & _NATIVE_RDMA
-    ):
-        if not transports.startswith("^") and set(_transports(transports)[1]) & _NATIVE_RDMA:
-            defaults["PROTO_ENABLE"] = "n"
-    if version[:2] < (1, 19):
+    native = _native_transports(value, version, rdma_usable() if rdma is None else rdma)
+    defaults = {"RCACHE_MAX_UNRELEASED": "1024"}
+    if native is None:
+        if path != "get" or value is None:
+            return None
+        return _combined(options, defaults, {"TLS": value, **FORCED})
+    if version < NATIVE_CMA:
+        # Only the old protocols have native GETs here, and only over RDMA.
+        defaults["PROTO_ENABLE"] = "n"
+    elif version < _CMA_BY_ITSELF:
         defaults["CMA_MEMORY_INVALIDATE"] = "y"
-    if version[:2] >= (1, 21) and not emulated:
+    if version >= _NO_EMULATION:
         defaults["PROTO_EMULATION_ENABLE"] = "n"
-    ours = {"TLS": transports, "RNDV_THRESH": "inf"}
-    if emulated:
-        ours |= FORCED
-    return {**_unless_set(options, defaults), **options.ucx, **ours}
+    forced = {name: FORCED[name] for name in _FORCED_RMA}
+    return _combined(options, defaults, {"TLS": ",".join(native), **forced})

@@ -54,7 +54,7 @@ class NotOurProtocol(ProtocolError):
     """The peer does not speak this protocol at all."""
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Base of all messages."""
 
 
@@ -67,7 +67,7 @@ class Hello(Message, tag=1):
     expected: U64 | None  # the cluster that the dialler wants
     incarnation: U64
     serial: U64  # rises with every hello of one incarnation
-    role: U32
+    role: Annotated[int, msgspec.Meta(ge=1, le=3)]  # an LlmRole
     address: Text  # the one dialled, or the one listened at
     nonce: Nonce
     chunk_size: U64

@@ -1,8 +1,12 @@
 """UCX contexts and workers: one pair for GETs, one pair per network interface for streaming."""
 
+from libc.stdio cimport FILE, fclose
+from libc.stdlib cimport free
 from libc.string cimport memset
 
 from ucxkv.ucp cimport (
+    UCP_FEATURE_AM,
+    UCP_FEATURE_RMA,
     UCP_FEATURE_WAKEUP,
     UCP_PARAM_FIELD_FEATURES,
     UCP_PARAM_FIELD_MT_WORKERS_SHARED,
@@ -15,6 +19,7 @@ from ucxkv.ucp cimport (
     ucp_config_read,
     ucp_config_release,
     ucp_config_t,
+    ucp_context_print_info,
     ucp_init_version,
     ucp_params_t,
     ucp_worker_attr_t,
@@ -26,6 +31,10 @@ from ucxkv.ucp cimport (
     ucs_status_string,
     ucs_status_t,
 )
+
+
+cdef extern from "<stdio.h>" nogil:
+    FILE* open_memstream(char** buffer, size_t* size)
 
 
 cdef enum:
@@ -100,3 +109,23 @@ cdef void worker_close(Worker* w) noexcept nogil:
     if w.context != NULL:
         ucp_cleanup(w.context)
         w.context = NULL
+
+
+def describe(settings):
+    """UCX's own description of a context with these settings: its memory domains and devices."""
+    cdef Worker w
+    cdef char* buffer = NULL
+    cdef size_t size = 0
+    cdef FILE* stream
+    memset(&w, 0, sizeof(w))
+    worker_open(&w, UCP_FEATURE_AM | UCP_FEATURE_RMA, settings)
+    try:
+        stream = open_memstream(&buffer, &size)
+        if stream == NULL:
+            raise MemoryError
+        ucp_context_print_info(w.context, stream)
+        fclose(stream)
+        return buffer[:size].decode("utf-8", "replace")
+    finally:
+        free(buffer)
+        worker_close(&w)

@@ -1,6 +1,7 @@
 """Declarations of the parts of UCP and UCS that ucxkv uses; nothing newer than UCX 1.13."""
 
 from libc.stdint cimport uint64_t
+from libc.stdio cimport FILE
 
 
 cdef extern from "ucs/type/status.h" nogil:
@@ -141,6 +142,7 @@ cdef extern from "ucp/api/ucp.h" nogil:
                                   const ucp_params_t* params, const ucp_config_t* config,
                                   ucp_context_h* context_p)
     void ucp_cleanup(ucp_context_h context)
+    void ucp_context_print_info(ucp_context_h context, FILE* stream)
     const char* ucp_get_version_string()
 
     ucs_status_t ucp_worker_create(ucp_context_h context, const ucp_worker_params_t* params,

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+
 from ucxkv.spans import Side, expand, pairs
 
 Addresses = NDArray[np.uint64]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from ucxkv import CacheDesc, CachePlacement, DataType, FeatureNotEnabled, ParamInvalid
 from ucxkv.tensors import allocate, bytes_of, resolve
 

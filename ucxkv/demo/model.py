@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[np.float32]
+# All of them are float32, which NumPy's stubs lose track of in products.
+Array = npt.NDArray[Any]
 
 VOCABULARY = 256
 PREFILL_BLOCK = 256
@@ -105,7 +107,7 @@ class KvCache:
 
 
 @dataclass(frozen=True)
-class _Layer:
+class LayerWeights:
     attention_norm: Array
     query: Array
     key: Array
@@ -164,7 +166,7 @@ def attend(query: Array, keys: Array, values: Array) -> Array:
     positions, kv_heads, _ = keys.shape
     shared = heads // kv_heads
     # Head h reads KV head h // shared, so the heads of one KV head make one matrix product.
-    grouped = query.reshape(tokens, kv_heads, shared, head_dim).transpose(1, 2, 0, 3)
+    grouped: Array = query.reshape(tokens, kv_heads, shared, head_dim).transpose(1, 2, 0, 3)
     grouped = grouped.reshape(kv_heads, shared * tokens, head_dim)
     scores = grouped @ keys.transpose(1, 2, 0)
     scores *= np.float32(head_dim**-0.5)
@@ -192,11 +194,11 @@ class Transformer:
         random = np.random.default_rng(config.seed)
         inner = config.heads * config.head_dim
         inner_kv = config.kv_heads * config.head_dim
-        self._embedding = random.standard_normal((VOCABULARY, config.dim), np.float32)
-        self._layers: list[_Layer] = []
+        self.embedding = random.standard_normal((VOCABULARY, config.dim), np.float32)
+        self.layers: list[LayerWeights] = []
         for index in range(config.layers):
-            self._layers.append(
-                _Layer(
+            self.layers.append(
+                LayerWeights(
                     attention_norm=_gains(random, config.dim),
                     query=_SHARPNESS * _matrix(random, config.dim, inner),
                     key=_matrix(random, config.dim, inner_kv),
@@ -209,8 +211,8 @@ class Transformer:
                 )
             )
             told(index + 1, config.layers)
-        self._final_norm = _gains(random, config.dim)
-        self._head = _matrix(random, config.dim, VOCABULARY)
+        self.final_norm = _gains(random, config.dim)
+        self.head = _matrix(random, config.dim, VOCABULARY)
         self._cosines, self._sines = rope_tables(config.max_tokens, config.head_dim)
 
     def warm_up(self) -> None:
@@ -234,7 +236,7 @@ class Transformer:
             raise ValueError(
                 f"the prompt has {len(tokens)} tokens, but must have 1 to {self.config.max_tokens}"
             )
-        x: Array = self._embedding[tokens]
+        x: Array = self.embedding[tokens]
         starts = range(0, len(tokens), block)
         for index in range(self.config.layers):
             for number, start in enumerate(starts, 1):
@@ -259,14 +261,14 @@ class Transformer:
         """
         if not 0 <= position < self.config.max_tokens:
             raise ValueError(f"position {position} is outside 0 to {self.config.max_tokens - 1}")
-        x: Array = self._embedding[np.array([token])]
+        x: Array = self.embedding[np.array([token])]
         for index in range(self.config.layers):
             wait_layer(index)
             x = self._layer(index, x, position, cache, slot)
         return self._choose(x)
 
     def _layer(self, index: int, x: Array, start: int, cache: KvCache, slot: int) -> Array:
-        config, weights = self.config, self._layers[index]
+        config, weights = self.config, self.layers[index]
         end = start + len(x)
         cosines, sines = self._cosines[start:end], self._sines[start:end]
         normed = rms_norm(x, weights.attention_norm)
@@ -278,9 +280,9 @@ class Transformer:
         mixed = attend(rope(query, cosines, sines), keys[:end], values[:end])
         x = x + mixed @ weights.output
         normed = rms_norm(x, weights.ffn_norm)
-        x = x + (silu(normed @ weights.gate) * (normed @ weights.up)) @ weights.down
-        return x
+        result: Array = x + (silu(normed @ weights.gate) * (normed @ weights.up)) @ weights.down
+        return result
 
     def _choose(self, x: Array) -> int:
-        logits = rms_norm(x, self._final_norm) @ self._head
+        logits = rms_norm(x, self.final_norm) @ self.head
         return int(np.argmax(logits[-1]))

@@ -1,7 +1,7 @@
 """What the demo's three processes do, and what they tell the process that started them.
 
 `prefill` computes the prompt and lends out its cache; `decode` pulls that cache and generates;
-`reference` does both by itself, as the measure of right and of slow.  Each is the `work` of `child`.
+`reference` does both by itself, as the measure of right and of slow.  `child` runs each of them.
 """
 
 from __future__ import annotations

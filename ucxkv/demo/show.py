@@ -110,10 +110,9 @@ def _verdict(outcome: Outcome) -> str:
     ours, theirs = outcome.decoded.tokens, outcome.alone.tokens
     if outcome.tokens_equal:
         return f"all {len(ours)} equal to those of a single process"
-    first = next(
-        (number for number, pair in enumerate(zip(ours, theirs), 1) if pair[0] != pair[1]),
-        min(len(ours), len(theirs)) + 1,
-    )
+    first = 1
+    while ours[:first] == theirs[:first]:
+        first += 1
     return f"WRONG: they differ from those of a single process, from token {first} on"
 
 

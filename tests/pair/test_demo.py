@@ -1,0 +1,278 @@
+"""``ucxkv demo`` as its users run it: whole processes, their output and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import ucxkv
+
+# Small enough to be over in a moment, large enough for every kind of layer and head.
+SMALL = (
+    "--layers=3", "--dim=64", "--heads=4", "--kv-heads=2", "--ffn=96", "--tokens=12",
+)  # fmt: skip
+LIMIT = 60
+
+# Run as a script, since a spawned process finds a script's functions, but no monkeypatch.
+PATCHED = """
+import dataclasses, os, signal, sys, time
+from ucxkv import cli
+from ucxkv.demo import processes
+
+decode, reference = processes.decode, processes.reference
+
+def other_reference(job, teller):
+    config = dataclasses.replace(job.config, seed=job.config.seed + 1)
+    return reference(dataclasses.replace(job, config=config), teller)
+
+def broken_decode(job, teller, pipe):
+    raise RuntimeError("broken on purpose")
+
+def dying_decode(job, teller, pipe):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def hanging_decode(job, teller, pipe):
+    time.sleep(600)
+
+def dying_prefill(job, teller, pipe):
+    processes._model(job, teller)
+    os._exit(7)
+
+def broken_reference(job, teller):
+    raise RuntimeError("broken on purpose")
+
+if __name__ == "__main__":
+    setattr(processes, sys.argv[1].rpartition("_")[2], globals()[sys.argv[1]])
+    sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """The package under test is found from any folder, and nothing forces a path."""
+    root = str(Path(ucxkv.__file__).parents[1])
+    inherited = {name: value for name, value in os.environ.items() if name != "UCXKV_PATH"}
+    return {
+        **inherited,
+        "PYTHONPATH": root,
+        "COLUMNS": "80",
+        "OPENBLAS_NUM_THREADS": "1",
+        **changes,
+    }
+
+
+def demo(folder: Path, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ucxkv", "demo", *SMALL, *arguments],
+        cwd=folder,
+        env=environment(**changes),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+def patched(folder: Path, what: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "patched.py"
+    script.write_text(PATCHED)
+    return subprocess.run(
+        [sys.executable, str(script), what, "demo", *SMALL, *arguments],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+def narrow(text: str) -> bool:
+    return all(len(line) <= 80 for line in text.splitlines())
+
+
+@pytest.mark.parametrize("path", ["auto", "get", "stream"])
+def test_the_pulled_cache_gives_the_tokens_of_a_single_process(tmp_path: Path, path: str) -> None:
+    ran = demo(tmp_path, "--json", "--path", path)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr == ""
+    found = json.loads(ran.stdout)
+    assert found["tokens_equal"]
+    assert found["bytes_equal"]
+    assert found["tokens"] == found["single_process_tokens"]
+    assert len(found["tokens"]) == 12
+    pull = found["pull"]
+    # K and V of 3 layers, and of each the prompt's tokens: 2 KV heads of 16 floats.
+    assert pull["bytes"] == 2 * 3 * found["prompt_tokens"] * 2 * 16 * 4
+    assert pull["spans"] == 6
+    assert path in ("auto", pull["path"])
+    assert pull["transports"]
+    assert pull["seconds"] > 0
+    assert 0 < pull["layer_0_began_after_bytes"] <= pull["bytes"]
+    assert all(seconds > 0 for seconds in found["seconds"].values())
+
+
+def test_text_says_the_same_in_80_columns(tmp_path: Path) -> None:
+    ran = demo(tmp_path, "--prompt", "Caché?", "--seed", "5")
+    assert ran.returncode == 0, ran.stderr
+    assert narrow(ran.stdout)
+    assert "computed 7 tokens" in ran.stdout
+    assert f"{2 * 3 * 7 * 2 * 16 * 4:,} bytes in 6 spans" in ran.stdout
+    assert "all 12 equal to those of a single process" in ran.stdout
+
+
+def test_a_file_and_standard_input_are_read_as_bytes(tmp_path: Path) -> None:
+    text = bytes(range(256)) * 3
+    (tmp_path / "prompt.bin").write_bytes(text)
+    by_name = demo(tmp_path, "--json", "--file", "prompt.bin")
+    assert by_name.returncode == 0, by_name.stderr
+    by_pipe = subprocess.run(
+        [sys.executable, "-m", "ucxkv", "demo", *SMALL, "--json", "--file", "-"],
+        cwd=tmp_path,
+        env=environment(),
+        input=text,
+        capture_output=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    one, other = json.loads(by_name.stdout), json.loads(by_pipe.stdout)
+    assert one["prompt_tokens"] == len(text)
+    assert one["tokens"] == other["tokens"]
+
+
+def test_other_tokens_are_noticed(tmp_path: Path) -> None:
+    ran = patched(tmp_path, "other_reference")
+    assert ran.returncode == 1
+    assert "WRONG: they differ from those of a single process, from token" in ran.stdout
+    assert ran.stderr == "ucxkv: the tokens differ\n"
+    ran = patched(tmp_path, "other_reference", "--json")
+    assert ran.returncode == 1
+    assert not json.loads(ran.stdout)["tokens_equal"]
+
+
+@pytest.mark.parametrize("what", ["broken_decode", "broken_reference"])
+def test_a_failing_process_sends_its_traceback_home(tmp_path: Path, what: str) -> None:
+    name = what.removeprefix("broken_")
+    ran = patched(tmp_path, what)
+    assert ran.returncode == 1
+    assert ran.stdout == ""
+    assert f"In the {name} process:\nTraceback" in ran.stderr
+    assert f"the {name} process failed: RuntimeError: broken on purpose" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("dying_decode", "the decode process failed: it was killed by signal 9"),
+        ("dying_prefill", "the prefill process failed: it ended without a word, with exit code 7"),
+    ],
+)
+def test_a_process_that_dies_ends_the_demo(tmp_path: Path, what: str, message: str) -> None:
+    start = time.monotonic()
+    ran = patched(tmp_path, what)
+    assert ran.returncode == 1
+    assert message in ran.stderr.replace("\n", " ")
+    assert "Traceback" not in ran.stderr
+    assert time.monotonic() - start < 20
+
+
+def test_a_process_that_hangs_ends_the_demo(tmp_path: Path) -> None:
+    ran = patched(tmp_path, "hanging_decode", "--timeout", "0.5")
+    assert ran.returncode == 1
+    assert "no progress for 6 s; still running: decode and prefill" in ran.stderr
+
+
+def test_ctrl_c_ends_every_process_at_once(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ucxkv", "demo", "--tokens=100000"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    children: list[psutil.Process] = []
+    until = time.monotonic() + 30
+    # The third one keeps the books of multiprocessing.
+    while len(children) < 3 and time.monotonic() < until:
+        time.sleep(0.05)
+        children = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=10)
+    assert (process.returncode, out, err) == (130, "", "interrupted\n")
+    psutil.wait_procs(children, timeout=5)
+    assert not any(child.is_running() for child in children)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", ""], "the prompt is empty"),
+        (["--file", "missing"], "missing: No such file or directory"),
+        (["--file", "."], ".: Is a directory"),
+        (["--file", "/dev/null"], "/dev/null: there is nothing in it"),
+        (["--file", "x", "--prompt", "y"], "not allowed with argument"),
+        (["--tokens", "1"], "argument --tokens: 1 is less than 2"),
+        (["--tokens", "x"], "argument --tokens: 'x' is not a whole number"),
+        (["--timeout", "0"], "argument --timeout: 0 is not between 0 and 86400 seconds"),
+        (["--path", "rdma"], "argument --path: invalid choice"),
+        (["--heads", "3"], "dim 64 does not divide into 3 heads"),
+        (["--prompt", "abc", "--max-tokens", "13"], "need room for 14, but --max-tokens is 13"),
+    ],
+)
+def test_what_cannot_work_is_said_at_once(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    ran = demo(tmp_path, *arguments)
+    assert ran.returncode == 2
+    assert message in ran.stderr.replace("\n", " ")
+    assert narrow(ran.stderr)
+    assert ran.stdout == ""
+
+
+def test_more_than_the_memory_is_refused(tmp_path: Path) -> None:
+    ran = demo(tmp_path, "--max-tokens", "1000000000")
+    assert ran.returncode == 1
+    assert "GB of memory, but only" in ran.stderr
+
+
+def test_contradicting_paths_are_refused(tmp_path: Path) -> None:
+    ran = demo(tmp_path, "--path", "get", UCXKV_PATH="stream")
+    assert ran.returncode == 2
+    assert "--path get contradicts the environment's UCXKV_PATH=stream" in ran.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["info", "--help"]])
+def test_help_fits_a_terminal(tmp_path: Path, arguments: list[str]) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "ucxkv", *arguments],
+        cwd=tmp_path,
+        env=environment(COLUMNS="200"),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=True,
+    )
+    assert ran.stdout.startswith("usage: ucxkv")
+    assert narrow(ran.stdout)
+
+
+def test_version_names_the_ucx_in_use(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "ucxkv", "--version"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=True,
+    )
+    assert ran.stdout.startswith(f"ucxkv {ucxkv.__version__} with UCX 1.")

@@ -1,0 +1,517 @@
+"""Making links, from either side, and restoring their control connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import secrets
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ucxkv import auth, handshake, wire
+from ucxkv._version import __version__
+from ucxkv.catalogue import LocalCatalogue
+from ucxkv.connection import Connection, ConnectionLost, Listener
+from ucxkv.control import ControlThread, Waiters, Warnings
+from ucxkv.dialling import Caller, DialFailed, Progress, Reached, reach
+from ucxkv.errors import Status
+from ucxkv.links import Link
+from ucxkv.netif import endpoint
+from ucxkv.types import ClusterInfo, LinkResult, LlmRole
+from ucxkv.workers import CannotLink, Workers
+
+if TYPE_CHECKING:
+    from ucxkv.catalogue import RemoteFactory
+    from ucxkv.engine import NativeEngine
+
+logger = logging.getLogger("ucxkv.links")
+
+# Where both dial each other, the higher cluster's connection waits this long for the lower one's.
+_PARK_SECONDS = 0.5
+_FIRST_DELAY = 0.005
+_LAST_DELAY = 0.5
+# One attempt to restore a connection; the link's own timer bounds them all.
+_REDIAL_SECONDS = 2.0
+_PROBE_SECONDS = 1.0
+# So many ended links are remembered for what their errors say.
+_REMEMBERED = 64
+
+
+class _Dial:
+    """A dial under way to one cluster."""
+
+    def __init__(self, attempt: asyncio.Task[Reached]) -> None:
+        self.attempt = attempt
+        self.done = asyncio.Event()
+        self.superseded = False
+        self.given_up = False
+
+    def supersede(self) -> None:
+        """The peer's own dial makes the link."""
+        self.superseded = True
+        self.attempt.cancel()
+
+
+class Linking:
+    """Makes the links of one engine, and keeps them; everything here runs on the control loop."""
+
+    def __init__(
+        self,
+        control: ControlThread,
+        *,
+        cluster_id: int,
+        role: LlmRole,
+        secret: str | bytes | None,
+        incarnation: int,
+        native: NativeEngine,
+        workers: Workers,
+        catalogue: LocalCatalogue,
+        remote_factory: RemoteFactory | None,
+    ) -> None:
+        self.control = control
+        self.loop = control.loop
+        self.catalogue = catalogue
+        self.remote_factory = remote_factory
+        self.links: dict[int, Link] = {}
+        self.listen_address: tuple[str, int] | None = None
+        self.waiters = Waiters(self.loop)
+        self._cluster_id = cluster_id
+        self._role = role
+        self._incarnation = incarnation
+        self._native = native
+        self._workers = workers
+        self._key = auth.key_of(secret)
+        self._serials = itertools.count(1)
+        self._dials: dict[int, _Dial] = {}
+        # What is needed to dial again, by link id.
+        self._routes: dict[bytes, ClusterInfo] = {}
+        self._warn = Warnings()
+        self._listener = Listener(control, self._warn, self._serve)
+
+    async def listen(self, host: str, port: int) -> None:
+        """Accept links from now on; raises OSError."""
+        self.listen_address = await self._listener.open(host, port)
+
+    def close(self) -> None:
+        """Accept and make no more links."""
+        self._listener.close()
+        for cluster_id in self._dials:
+            self.give_up(cluster_id)
+
+    def dialling(self, cluster_id: int) -> bool:
+        """Whether a dial to the cluster is under way."""
+        return cluster_id in self._dials
+
+    def forget(self, link: Link) -> None:
+        """Drop a link that has ended."""
+        if self.links.get(link.cluster_id) is link:
+            del self.links[link.cluster_id]
+
+    def give_up(self, cluster_id: int) -> None:
+        """End the dial to a cluster, if there is one."""
+        dial = self._dials.get(cluster_id)
+        if dial is not None:
+            dial.given_up = True
+            dial.attempt.cancel()
+
+    # -- what links need (linkstate.Home) -------------------------------------------------------
+
+    def attachment(self, link: Link) -> wire.Attach:
+        """What the peer has to know of our end of this link."""
+        native = self._native
+        return wire.Attach(
+            slot=link.native.slot,
+            token=link.native.token,
+            am_address=native.worker_address(link.worker),
+            rma_address=native.rma_address,
+            words_address=native.words_address,
+            words_rkey=native.words_rkey,
+            word0=native.word0,
+        )
+
+    def changed(self, link: Link) -> None:
+        """A link's state has changed."""
+        if link.state == "down":
+            self._routes.pop(link.link_id, None)
+        self.waiters.touch()
+
+    def lost(self, link: Link) -> None:
+        """The control connection of an established link was cut."""
+        route = self._routes.get(link.link_id)
+        if route is not None:
+            self.control.spawn(self._redial(link, route))
+
+    # -- hellos and workers ---------------------------------------------------------------------
+
+    def _hello(
+        self,
+        address: str,
+        expected: int | None = None,
+        intent: int = wire.LINK,
+        link_id: bytes = b"",
+    ) -> wire.Hello:
+        return wire.Hello(
+            library=__version__,
+            ucx=self._native.ucx_version,
+            cluster_id=self._cluster_id,
+            expected=expected,
+            incarnation=self._incarnation,
+            serial=next(self._serials),
+            role=int(self._role),
+            address=address[:512],
+            nonce=secrets.token_bytes(32),
+            chunk_size=self._native.chunk_size,
+            secured=self._key is not None,
+            intent=intent,
+            link_id=link_id,
+        )
+
+    def _caller_for(self, cluster_id: int, intent: int, link: Link | None) -> Caller:
+        link_id = link.link_id if link is not None else b""
+        return Caller(
+            self.control,
+            self._key,
+            lambda address: self._hello(address, cluster_id, intent, link_id),
+        )
+
+    def _install(
+        self,
+        reached: handshake.Introduction,
+        connection: Connection,
+        worker: int,
+        address: str,
+        peer_serial: int,
+        route: ClusterInfo | None,
+    ) -> Link:
+        """Make the link that both sides have agreed on; it takes the place of any older one."""
+        try:
+            native = self._native.new_link(worker)
+        except (RuntimeError, MemoryError) as error:
+            raise CannotLink(f"no room for another link: {error}") from error
+        link = Link(
+            self,
+            reached.theirs,
+            address=address,
+            link_id=reached.link_id,
+            peer_serial=peer_serial,
+            native=native,
+            worker=worker,
+        )
+        old = self.links.pop(link.cluster_id, None)
+        if old is not None:
+            same = old.incarnation == link.incarnation
+            old.down("the peer linked anew" if same else "the peer process was restarted")
+        self._forget_ended()
+        self.links[link.cluster_id] = link
+        if route is not None:
+            self._routes[link.link_id] = route
+        return link
+
+    def _forget_ended(self) -> None:
+        ended = [key for key, link in self.links.items() if link.state == "down"]
+        for key in ended[: max(0, len(ended) - _REMEMBERED)]:
+            del self.links[key]
+
+    # -- linking: who is dialled ----------------------------------------------------------------
+
+    async def _serve(self, connection: Connection) -> None:
+        host_port = endpoint(*self.listen_address) if self.listen_address else ""
+        try:
+            introduction, verdict = await handshake.answer(
+                connection, lambda: self._hello(host_port), self._key
+            )
+        except ConnectionLost:
+            connection.abort()
+            return
+        except wire.ProtocolError as error:
+            self._warn("garbage", f"closed a connection from {connection.peer}: {error}")
+            connection.abort()
+            return
+        except handshake.Refused as refused:
+            if refused.suspicious:
+                self._warn("secret", f"refused a connection from {connection.peer}: {refused}")
+            else:
+                logger.info("refused a connection from %s: %s", connection.peer, refused)
+            connection.close()
+            return
+        self._listener.known(connection)
+        try:
+            await self._admit(connection, introduction, verdict)
+        except (CannotLink, handshake.Refused) as refused:
+            code = refused.code if isinstance(refused, handshake.Refused) else wire.REFUSED
+            verdict(wire.Refusal(code, str(refused)[:512]))
+            connection.close()
+
+    async def _admit(
+        self,
+        connection: Connection,
+        introduction: handshake.Introduction,
+        verdict: Callable[[wire.Welcome | wire.Refusal], None],
+    ) -> None:
+        theirs = introduction.theirs
+        if theirs.intent != wire.LINK:
+            link = self._alive(theirs)
+            if link is None:
+                raise handshake.Refused(f"cluster {self._cluster_id} has no such link", wire.GONE)
+            verdict(wire.Welcome(next(self._serials)))
+            if theirs.intent == wire.RESUME:
+                link.begin(connection, resumed=True)
+            else:
+                connection.close()
+            return
+        worker = await self._workers.index(connection.local_host)
+        await self._settle_crossing(theirs.cluster_id)
+        old = self.links.get(theirs.cluster_id)
+        if (
+            old is not None
+            and old.state != "down"
+            and old.incarnation == theirs.incarnation
+            and theirs.serial < old.peer_serial
+        ):
+            raise handshake.Refused("the clusters are linking the other way round", wire.CROSSED)
+        link = self._install(introduction, connection, worker, connection.peer, theirs.serial, None)
+        verdict(wire.Welcome(next(self._serials)))
+        link.begin(connection)
+
+    def _alive(self, theirs: wire.Hello) -> Link | None:
+        """The link that a hello names, if it can go on."""
+        link = self.links.get(theirs.cluster_id)
+        if (
+            link is None
+            or link.state in ("down", "connecting")
+            or link.unlinking
+            or link.incarnation != theirs.incarnation
+            or link.link_id != theirs.link_id
+        ):
+            return None
+        return link
+
+    async def _settle_crossing(self, cluster_id: int) -> None:
+        """Where both dial, the lower cluster's dial makes the link, unless it leads nowhere."""
+        dial = self._dials.get(cluster_id)
+        if dial is None:
+            return
+        if self._cluster_id < cluster_id:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(dial.done.wait(), _PARK_SECONDS)
+                return
+        dial.supersede()
+
+    # -- linking: who dials ---------------------------------------------------------------------
+
+    async def link(self, cluster: ClusterInfo, deadline: float) -> LinkResult:
+        cluster_id = cluster.remote_cluster_id
+        progress = Progress()
+        status, text = Status.LINK_FAILED, ""
+        try:
+            status = await asyncio.wait_for(
+                self._link_within(cluster, progress, deadline), deadline - self.loop.time()
+            )
+            if status is Status.ALREADY_LINK:
+                text = "it is linked already"
+        except asyncio.TimeoutError:
+            status, text = Status.TIMEOUT, f"no link in time; {progress}"
+        except (CannotLink, DialFailed, handshake.Refused) as error:
+            text = str(error)
+        except Exception as error:
+            logger.exception("linking to cluster %d failed", cluster_id)
+            text = f"internal error: {error!r}"
+        message = f"cluster {cluster_id}: {text}" if text else ""
+        return LinkResult(cluster_id, status, message)
+
+    async def _link_within(
+        self, cluster: ClusterInfo, progress: Progress, deadline: float
+    ) -> Status:
+        cluster_id = cluster.remote_cluster_id
+        if cluster_id == self._cluster_id:
+            raise CannotLink("an engine does not link to itself")
+        joined = False
+        while True:
+            link = self.links.get(cluster_id)
+            dial = self._dials.get(cluster_id)
+            if dial is not None:
+                joined = True
+                progress("waiting for another dial to the cluster")
+                await dial.done.wait()
+            elif link is None or link.state == "down":
+                joined = True
+                await self._dial(cluster, wire.LINK, None, progress, deadline)
+                made = self.links.get(cluster_id)
+                if made is not None and not made.settled:
+                    await self._finish(made, progress, deadline)
+                if made is not None and made.state == "down":
+                    raise CannotLink(f"{made.address}: {made.error}")
+            elif link.unlinking:
+                progress("waiting for the old link to end")
+                await link.until_down(deadline)
+            elif link.state == "connecting":
+                joined = True
+                await self._finish(link, progress, deadline)
+            elif not link.settled:
+                await self._recover(cluster, link, progress, deadline)
+            elif joined:
+                if cluster.remote_role not in (None, link.role):
+                    raise CannotLink(
+                        f"{link.address}: its role is {link.role.name}, not"
+                        f" {LlmRole(cluster.remote_role).name}"
+                    )
+                return Status.SUCCESS
+            elif await self._still_there(cluster, link, deadline):
+                return Status.ALREADY_LINK
+
+    async def _finish(self, link: Link, progress: Progress, deadline: float) -> None:
+        """Wait for a link under way; a dialler that gives up takes it down."""
+        progress.at(link.address)
+        try:
+            # A little earlier than the caller's own time-out, which would not know the stage.
+            settled = await link.until_settled(deadline - 0.001)
+        except asyncio.CancelledError:
+            settled = False
+            raise
+        finally:
+            progress(link.stage)
+            if not link.settled and link.link_id in self._routes and link.state == "connecting":
+                link.down(f"given up while {link.stage}", "the peer gave up linking")
+        if not settled:
+            raise asyncio.TimeoutError
+
+    async def _dial(
+        self,
+        cluster: ClusterInfo,
+        intent: int,
+        link: Link | None,
+        progress: Progress,
+        deadline: float,
+    ) -> None:
+        """Dial, and make or resume the link.
+
+        Returns without one where the peer's dial is the one that counts.
+        """
+        cluster_id = cluster.remote_cluster_id
+        caller = self._caller_for(cluster_id, intent, link)
+        dial = _Dial(self.loop.create_task(reach(caller, cluster, progress, deadline)))
+        self._dials[cluster_id] = dial
+        connection: Connection | None = None
+        try:
+            try:
+                reached = await dial.attempt
+            except asyncio.CancelledError:
+                if dial.superseded:
+                    return
+                if dial.given_up:
+                    raise CannotLink("it was unlinked while being linked") from None
+                raise
+            except handshake.Refused as refused:
+                if refused.code == wire.CROSSED:
+                    return
+                raise
+            connection = reached.connection
+            if link is not None:
+                if self._continues(link, reached.introduction):
+                    link.begin(connection, resumed=True)
+                    connection = None
+                return
+            progress("opening a UCX worker")
+            worker = await self._workers.index(connection.local_host)
+            if dial.superseded:
+                return
+            if dial.given_up:
+                raise CannotLink("it was unlinked while being linked")
+            made = self._install(
+                reached.introduction,
+                connection,
+                worker,
+                endpoint(reached.address.ip, reached.address.port),
+                reached.welcome.serial,
+                ClusterInfo(cluster_id, (reached.address,), None, cluster.local_ip_infos),
+            )
+            made.begin(connection)
+            connection = None
+        finally:
+            dial.attempt.cancel()
+            if connection is not None:
+                connection.abort()
+            del self._dials[cluster_id]
+            dial.done.set()
+            self.waiters.touch()
+            # Whoever waits for this dial comes first.
+            if dial.superseded:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await self.waiters.until(
+                        lambda: cluster_id in self.links, self.loop.time() + 0.1
+                    )
+
+    def _continues(self, link: Link, introduction: handshake.Introduction) -> bool:
+        """Whether a resumed link's peer is the one it was; takes the link down if not."""
+        if introduction.theirs.incarnation != link.incarnation:
+            link.down("the peer process was restarted")
+        return link.state != "down" and not link.unlinking
+
+    async def _recover(
+        self, cluster: ClusterInfo, link: Link, progress: Progress, deadline: float
+    ) -> None:
+        """A link without its control connection: wait for it, or dial where that is not done."""
+        route = self._routes.get(link.link_id)
+        progress.at(link.address)
+        progress("waiting for the control connection to be restored")
+        if link.state != "reconnecting" or (
+            route is not None and route.remote_ip_infos[0] in cluster.remote_ip_infos
+        ):
+            await link.until_settled(deadline)
+            return
+        try:
+            await self._dial(cluster, wire.RESUME, link, progress, deadline)
+        except handshake.Refused as refused:
+            if refused.code != wire.GONE:
+                raise
+            link.down("the peer has given the link up")
+        else:
+            await link.until_settled(deadline)
+
+    async def _still_there(self, cluster: ClusterInfo, link: Link, deadline: float) -> bool:
+        """Whether a link that is up has its peer still; takes it down if the peer is another."""
+        caller = self._caller_for(cluster.remote_cluster_id, wire.PROBE, link)
+        seconds = min(_PROBE_SECONDS, (deadline - self.loop.time()) / 2)
+        try:
+            reached = await asyncio.wait_for(reach(caller, cluster, Progress(), deadline), seconds)
+        except handshake.Refused as refused:
+            if refused.code == wire.GONE:
+                link.down("the peer has given the link up")
+                return False
+        except (DialFailed, asyncio.TimeoutError):
+            # What is wrong with this address is no word about the link.
+            pass
+        else:
+            reached.connection.abort()
+        return link.settled and link.state != "down"
+
+    async def _redial(self, link: Link, route: ClusterInfo) -> None:
+        """Restore a cut control connection; its link gives up by itself in the end."""
+        caller = self._caller_for(link.cluster_id, wire.RESUME, link)
+        delay = _FIRST_DELAY
+        while link.state == "reconnecting" and not link.unlinking:
+            if link.connected:
+                return
+            try:
+                reached = await asyncio.wait_for(
+                    reach(caller, route, Progress(), 0.0), _REDIAL_SECONDS
+                )
+            except DialFailed as failed:
+                if failed.deserted:
+                    link.down(f"the peer process is gone: {failed}")
+                    return
+            except asyncio.TimeoutError:
+                pass
+            except handshake.Refused as refused:
+                link.down(f"the peer has given the link up: {refused}")
+                return
+            else:
+                if self._continues(link, reached.introduction):
+                    link.begin(reached.connection, resumed=True)
+                else:
+                    reached.connection.abort()
+                return
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, _LAST_DELAY)

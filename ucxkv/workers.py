@@ -1,0 +1,65 @@
+"""The streaming workers: one for each network interface that links use."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from ucxkv import settings
+from ucxkv.control import ControlThread
+from ucxkv.netif import interface_of
+from ucxkv.options import Options
+
+if TYPE_CHECKING:
+    from ucxkv.engine import NativeEngine
+
+
+class CannotLink(Exception):
+    """A link that cannot be made, for a reason that is no surprise."""
+
+
+class Workers:
+    """Makes workers as they are needed; lives on the control loop."""
+
+    def __init__(
+        self,
+        control: ControlThread,
+        native: NativeEngine,
+        options: Options,
+    ) -> None:
+        self._control = control
+        self._native = native
+        self._options = options
+        self._tasks: dict[str | None, asyncio.Task[int]] = {}
+
+    async def index(self, local_host: str) -> int:
+        """The worker for the interface that has a local address; raises CannotLink.
+
+        UCX has to be told the interface when a worker's context is made.
+        """
+        conflicts = settings.forced_conflicts(self._options)
+        if conflicts:
+            raise CannotLink("; ".join(conflicts))
+        interface = interface_of(local_host)
+        task = self._tasks.get(interface)
+        if task is None or (task.done() and (task.cancelled() or task.exception())):
+            values = settings.am_settings(
+                self._options, interface, _numbers(self._native.ucx_version)
+            )
+            task = self._control.loop.create_task(
+                self._control.aside(self._native.add_worker, values)
+            )
+            self._tasks[interface] = task
+        try:
+            # Others may wait for the same worker, and the next link will want it anyway.
+            return await asyncio.shield(task)
+        except (OSError, RuntimeError, MemoryError, ValueError) as error:
+            raise CannotLink(
+                f"no UCX worker for interface {interface} ({local_host}): {error}"
+            ) from error
+
+
+def _numbers(version: str) -> tuple[int, int, int]:
+    parts = [int(part) for part in version.split(".") if part.isdecimal()]
+    major, minor, patch = (*parts, 0, 0, 0)[:3]
+    return major, minor, patch
