@@ -6,8 +6,15 @@ import importlib.util
 import os
 from pathlib import Path
 
-from Cython.Build import cythonize
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+# UCXKV_COVERAGE=1 builds for measuring coverage of the .pyx, UCXKV_SANITIZE=address (or another)
+# with that sanitizer.  Timestamps do not tell such a build from an ordinary one: the way back is
+# `build_ext --force`.
+coverage = os.environ.get("UCXKV_COVERAGE") == "1"
+sanitize = os.environ.get("UCXKV_SANITIZE")
+special = coverage or bool(sanitize)
 
 
 def ucx_root() -> Path:
@@ -18,13 +25,38 @@ def ucx_root() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-ucx = ucx_root()
-# UCXKV_COVERAGE=1 builds for measuring coverage of the .pyx, UCXKV_SANITIZE=address (or another)
-# with that sanitizer.  Timestamps do not tell such a build from an ordinary one: the way back is
-# `build_ext --force`.
-coverage = os.environ.get("UCXKV_COVERAGE") == "1"
-sanitize = os.environ.get("UCXKV_SANITIZE")
-special = coverage or bool(sanitize)
+class BuildExtensions(build_ext):
+    """Translates the .pyx only when something is compiled, which metadata and sdists do without."""
+
+    def build_extensions(self) -> None:
+        from Cython.Build import cythonize
+
+        translated = cythonize(
+            self.extensions,
+            include_path=["pyx"],
+            build_dir="build/cython",
+            nthreads=2,
+            force=self.force,
+            compiler_directives={
+                "language_level": 3,
+                "boundscheck": False,
+                "wraparound": False,
+                "cdivision": True,
+                "initializedcheck": False,
+                "embedsignature": True,
+                "linetrace": coverage,
+            },
+        )
+        sources = {extension.name: extension.sources for extension in translated}
+        ucx = ucx_root()
+        for extension in self.extensions:
+            extension.sources = sources[extension.name]
+            # As system headers, which the compiler does not warn of.
+            extension.extra_compile_args += ["-isystem", str(ucx / "include")]
+            extension.library_dirs.append(str(ucx / "lib"))
+        super().build_extensions()
+
+
 flags = ["-O2", "-g1", "-D_GNU_SOURCE", "-pthread"]
 link_flags = ["-pthread"]
 if sanitize:
@@ -32,36 +64,18 @@ if sanitize:
     link_flags += [f"-fsanitize={sanitize}"]
 
 # No rpath: ucxkv/_load.py loads one libucp before the first extension asks for it by its name.
-extensions = [
-    Extension(
-        f"ucxkv.{path.stem}",
-        [path.as_posix()],
-        include_dirs=[str(ucx / "include")],
-        library_dirs=[str(ucx / "lib")],
-        libraries=["ucp", "ucs"],
-        extra_compile_args=flags,
-        extra_link_args=link_flags,
-        define_macros=[("CYTHON_TRACE_NOGIL", "1")] if coverage else [],
-    )
-    for path in sorted(Path("pyx/ucxkv").glob("*.pyx"))
-]
-
 setup(
-    ext_modules=cythonize(
-        extensions,
-        include_path=["pyx"],
-        build_dir="build/cython",
-        nthreads=2,
-        force=special,
-        compiler_directives={
-            "language_level": 3,
-            "boundscheck": False,
-            "wraparound": False,
-            "cdivision": True,
-            "initializedcheck": False,
-            "embedsignature": True,
-            "linetrace": coverage,
-        },
-    ),
+    cmdclass={"build_ext": BuildExtensions},
+    ext_modules=[
+        Extension(
+            f"ucxkv.{path.stem}",
+            [path.as_posix()],
+            libraries=["ucp", "ucs"],
+            extra_compile_args=list(flags),
+            extra_link_args=link_flags,
+            define_macros=[("CYTHON_TRACE_NOGIL", "1")] if coverage else [],
+        )
+        for path in sorted(Path("pyx/ucxkv").glob("*.pyx"))
+    ],
     options={"build_ext": {"parallel": 2, "force": special}},
 )

@@ -190,6 +190,7 @@ class Peer:
         self.address: tuple[str, int] | None = None
         self._fds = dict(fds or {})
         self._env = environment(path, env)
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
         self._lock = threading.Lock()
         self._number = 0
         self._pending: dict[int, Pending] = {}
@@ -197,7 +198,6 @@ class Peer:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115
         with theirs:
             command = [*WRAP, sys.executable, str(HERE / "child.py"), str(theirs.fileno())]
             self.process = subprocess.Popen(
@@ -448,6 +448,7 @@ class Proxy:
                     os.read(self._wake_r, 1)
                     request = self._todo.get()
                     if request is None:
+                        self._cut(False)
                         return
                     reset, done = request
                     done.set_result(self._cut(reset))
@@ -500,6 +501,11 @@ class Proxy:
             end.close()
         return len(ends) // 2
 
+    @property
+    def connections(self) -> int:
+        """Number of connections that stand."""
+        return len(self._other) // 2
+
     def cut(self, *, reset: bool = False) -> int:
         """End every connection that stands, by FIN or by RST; their number."""
         done: Future[int] = Future()
@@ -508,7 +514,6 @@ class Proxy:
         return done.result(5)
 
     def close(self) -> None:
-        self.cut()
         self._todo.put(None)
         os.write(self._wake_w, b"x")
         self._thread.join(5)

@@ -13,6 +13,7 @@ import ctypes
 import importlib.util
 import os
 import re
+import struct
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,12 +187,12 @@ class _Dispositions:
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None)
-        self._actions: dict[int, bytes] = {}
+        self._actions: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self._stack = ctypes.create_string_buffer(_STACK_BYTES)
 
-    def _action(self, number: int) -> bytes | None:
+    def _action(self, number: int) -> ctypes.Array[ctypes.c_char] | None:
         buffer = ctypes.create_string_buffer(_SIGACTION_BYTES)
-        return buffer.raw if self._libc.sigaction(number, None, buffer) == 0 else None
+        return buffer if self._libc.sigaction(number, None, buffer) == 0 else None
 
     def __enter__(self) -> None:
         for number in _SIGNALS:
@@ -202,12 +203,19 @@ class _Dispositions:
 
     def __exit__(self, *_: object) -> None:
         for number, action in self._actions.items():
-            if self._action(number) != action:
+            now = self._action(number)
+            if now is None or _meant(now) != _meant(action):
                 self._libc.sigaction(number, action, None)
         stack = ctypes.create_string_buffer(_STACK_BYTES)
         self._libc.sigaltstack(None, stack)
         if stack.raw != self._stack.raw:
             self._libc.sigaltstack(self._stack, None)
+
+
+def _meant(action: ctypes.Array[ctypes.c_char]) -> tuple[int, bytes, int]:
+    """Handler, mask and flags; libc leaves the rest of the structure undefined."""
+    handler, mask, flags = struct.unpack_from("P8s120xI", action)
+    return handler, mask, flags
 
 
 def _check_modules(folder: Path) -> None:

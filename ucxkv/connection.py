@@ -23,7 +23,9 @@ _BUFFER = 64 << 10
 _CLOSE_SECONDS = 0.3
 # A peer that lets this many frames wait does not read any more, or asks without end.
 _MAX_OUTBOX = 200_000
-_BACKLOG = 128
+# A full queue costs friends a second each, and the loop takes only so many from it at a time.
+_BACKLOG = 4096
+_ACCEPT_AT_ONCE = 32
 
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
 _USER_TIMEOUT_MS = 10_000
@@ -253,7 +255,6 @@ def bind(host: str, port: int) -> list[socket.socket]:
             if family == socket.AF_INET6:
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address[0] != "::"))
             sock.bind(wanted)
-            sock.listen(_BACKLOG)
             sock.setblocking(False)
         except OSError as error:
             if sock is not None:
@@ -289,9 +290,11 @@ class Listener:
         sockets = await self._control.aside(bind, host, port)
         address = sockets[0].getsockname()[:2]
         for sock in sockets:
-            self._servers.append(
-                await asyncio.start_server(self._accept, sock=sock, limit=_BUFFER, backlog=_BACKLOG)
+            server = await asyncio.start_server(
+                self._accept, sock=sock, limit=_BUFFER, backlog=_ACCEPT_AT_ONCE
             )
+            self._servers.append(server)
+            sock.listen(_BACKLOG)
         return str(address[0]), int(address[1])
 
     def close(self) -> None:

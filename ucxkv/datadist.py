@@ -9,7 +9,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -17,7 +18,6 @@ from numpy.typing import NDArray
 
 from ucxkv import geometry, settings, tensors
 from ucxkv._load import loaded
-from ucxkv._version import __version__
 from ucxkv.catalogue import LocalCatalogue, LocalEntry, RemoteEntry
 from ucxkv.engine import NativeEngine, TransferHandle, monotonic_ns, silence_ucx
 from ucxkv.errors import (
@@ -71,8 +71,6 @@ class _Running:
             incarnation=incarnation,
             native=self.native,
             catalogue=self.catalogue,
-            library=__version__,
-            ucx_version=version,
         )
         try:
             self.links.start()
@@ -382,7 +380,7 @@ class LlmDataDist:
             timeout_ms,
             running.options.sync_cache_wait_time_ms,
         )
-        return _finish(self._pull(running, call, attended=True))
+        return _pull(running, call)
 
     def pull_kv_cache_async(
         self,
@@ -409,7 +407,7 @@ class LlmDataDist:
             timeout_ms,
             running.options.sync_cache_wait_time_ms,
         )
-        return self._pull(running, call, attended=False)
+        return _pull_async(running, call)
 
     def pull_kv_blocks(
         self,
@@ -443,7 +441,7 @@ class LlmDataDist:
             timeout_ms,
             running.options.sync_cache_wait_time_ms,
         )
-        return _finish(self._pull(running, call, attended=True))
+        return _pull(running, call)
 
     def pull_kv_blocks_async(
         self,
@@ -466,43 +464,64 @@ class LlmDataDist:
             timeout_ms,
             running.options.sync_cache_wait_time_ms,
         )
-        return self._pull(running, call, attended=False)
-
-    def _pull(self, running: _Running, call: geometry.Call, *, attended: bool) -> Transfer:
-        target = running.catalogue.get(call.dst_cache_id)
-        if target is None:
-            raise KvCacheNotExist(f"no local cache {call.dst_cache_id} is registered")
-        deadline = monotonic_ns() + int(call.timeout_ms * 1e6)
-        what = f"pull of cache {call.src_cache_id} from cluster {call.cluster_id}"
-        link = running.links.lookup(call.cluster_id)
-        source = None
-        if link is not None and link.up:
-            source = link.remote.get(call.src_cache_id)
-        if link is not None and source is not None and not source.native.retired:
-            plan, get = _decide(running.path, call, link, source, target)
-            transfer = Transfer(_new(running, deadline, attended), what, call.timeout_ms)
-            _submit(transfer, call, plan, get, link, source, target, attended)
-            return transfer
-        transfer = Transfer(_new(running, deadline, False), what, call.timeout_ms)
-        running.links.loop.call_soon_threadsafe(
-            _start_later, running, transfer, call, target, deadline
-        )
-        return transfer
+        return _pull_async(running, call)
 
     def stats(self) -> EngineStats:
         """Totals of this engine's pulls since it was initialized, and their latency quantiles."""
         return EngineStats.from_totals(self._engine().native.totals())
 
 
-def _finish(transfer: Transfer) -> TransferReport:
-    """Wait for a transfer on behalf of a blocking call, which gives it up when interrupted."""
+def _pull(running: _Running, call: geometry.Call) -> TransferReport:
+    """Start a pull and wait for it; an interrupted wait gives it up, fenced."""
+    transfer, start = _prepare(running, call, attended=True)
     try:
+        start()
         return transfer.result()
     except LlmError:
         raise
     except BaseException:
         transfer._abort("its caller was interrupted")
         raise
+
+
+def _pull_async(running: _Running, call: geometry.Call) -> Transfer:
+    transfer, start = _prepare(running, call, attended=False)
+    try:
+        start()
+    except BaseException:
+        transfer._abort("its caller was interrupted")
+        raise
+    return transfer
+
+
+def _prepare(
+    running: _Running, call: geometry.Call, *, attended: bool
+) -> tuple[Transfer, Callable[[], None]]:
+    """A transfer that nothing writes for yet, and what starts it.
+
+    The two are apart so that an interrupt can come at any moment: who holds the transfer can end it.
+    """
+    target = running.catalogue.get(call.dst_cache_id)
+    if target is None:
+        raise KvCacheNotExist(f"no local cache {call.dst_cache_id} is registered")
+    deadline = monotonic_ns() + int(call.timeout_ms * 1e6)
+    what = f"pull of cache {call.src_cache_id} from cluster {call.cluster_id}"
+    link = running.links.lookup(call.cluster_id)
+    source = link.remote.get(call.src_cache_id) if link is not None and link.up else None
+    if link is not None and source is not None and not source.native.retired:
+        plan, get = _decide(running.path, call, link, source, target)
+        transfer = Transfer(_new(running, deadline, attended), what, call.timeout_ms)
+        return transfer, partial(_submit, transfer, call, plan, get, link, source, target, attended)
+    transfer = Transfer(_new(running, deadline, False), what, call.timeout_ms)
+    return transfer, partial(
+        running.links.loop.call_soon_threadsafe,
+        _start_later,
+        running,
+        transfer,
+        call,
+        target,
+        deadline,
+    )
 
 
 def _new(running: _Running, deadline: int, attended: bool) -> TransferHandle:
@@ -518,7 +537,10 @@ def _decide(
     path: str, call: geometry.Call, link: Link, source: RemoteEntry, target: LocalEntry
 ) -> tuple[geometry.Plan, bool]:
     """Geometry, then the path."""
-    plan = geometry.plan(call, source, target)
+    try:
+        plan = geometry.plan(call, source, target)
+    except ParamInvalid as error:
+        raise ParamInvalid(f"cluster {call.cluster_id} ({link.address}): {error}") from None
     if not target.native.writable:
         raise ParamInvalid(f"the tensors of cache {target.cache_id} are read-only")
     if path == "get" and not link.native.get:

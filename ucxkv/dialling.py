@@ -12,7 +12,7 @@ from ucxkv import handshake, wire
 from ucxkv.connection import Connection, ConnectionLost, connect, reason
 from ucxkv.control import ControlThread
 from ucxkv.netif import endpoint
-from ucxkv.types import ClusterInfo, IpInfo
+from ucxkv.types import ClusterInfo, IpInfo, LlmRole
 
 
 class DialFailed(Exception):
@@ -62,6 +62,7 @@ class Caller:
     control: ControlThread
     key: bytes | None
     make_hello: Callable[[str], wire.Hello]
+    role: LlmRole | None  # the one the peer must have
 
 
 async def _connect(
@@ -97,7 +98,7 @@ async def _try(caller: Caller, address: IpInfo, local: str | None, progress: Pro
     connection = await _connect(caller, address, local, progress)
     try:
         introduction, welcome = await handshake.dial(
-            connection, lambda: caller.make_hello(where), caller.key, progress
+            connection, lambda: caller.make_hello(where), caller.key, progress, caller.role
         )
     except BaseException:
         connection.abort()

@@ -128,5 +128,7 @@ _BY_STATUS[Status.DEVICE_OUT_OF_MEMORY] = LlmOutOfMemory
 
 
 def error_for(status: Status, message: str) -> LlmError:
-    """The exception that stands for `status`."""
+    """The exception that stands for `status`, not raised; ValueError for SUCCESS."""
+    if status is Status.SUCCESS:
+        raise ValueError("SUCCESS has no exception")
     return _BY_STATUS[status](message, status)

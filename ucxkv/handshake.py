@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from ucxkv import auth, wire
 from ucxkv.connection import Connection
+from ucxkv.types import LlmRole
 
 # UCX versions that may be linked with each other although they differ, as (major, minor).
 TESTED_TOGETHER: frozenset[tuple[int, int]] = frozenset({(1, 22)})
@@ -105,7 +106,11 @@ def _open(
 
 
 async def dial(
-    connection: Connection, make_hello: MakeHello, key: bytes | None, stage: Stage
+    connection: Connection,
+    make_hello: MakeHello,
+    key: bytes | None,
+    stage: Stage,
+    role: LlmRole | None = None,
 ) -> tuple[Introduction, wire.Welcome]:
     """The dialler's part.  Raises Refused, ProtocolError or ConnectionLost."""
     stage("waiting for the peer's hello")
@@ -123,6 +128,11 @@ async def dial(
     problem = objection(mine, theirs)
     if problem is not None:
         raise problem
+    if role is not None and role != theirs.role:
+        raise Refused(
+            f"cluster {theirs.cluster_id} has the role {LlmRole(theirs.role).name}, not"
+            f" {LlmRole(role).name}"
+        )
     both = auth.transcript(said, answer)
     stage("proving the secret")
     connection.send_opening(wire.Proof(auth.proof(key, auth.DIALLER, both)))

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ucxkv import auth, handshake, wire
-from ucxkv._version import __version__
 from ucxkv.catalogue import LocalCatalogue
 from ucxkv.connection import Connection, ConnectionLost, Listener
 from ucxkv.control import ControlThread, Waiters, Warnings
@@ -35,6 +34,8 @@ _LAST_DELAY = 0.5
 # One attempt to restore a connection; the link's own timer bounds them all.
 _REDIAL_SECONDS = 2.0
 _PROBE_SECONDS = 1.0
+# Links that peers may be making at one time.
+_MAX_MAKING = 1024
 # So many ended links are remembered for what their errors say.
 _REMEMBERED = 64
 
@@ -67,6 +68,8 @@ class Linking:
         incarnation: int,
         native: NativeEngine,
         workers: Workers,
+        library: str,
+        ucx_version: tuple[int, int, int],
         catalogue: LocalCatalogue,
         remote_factory: RemoteFactory | None,
     ) -> None:
@@ -75,6 +78,9 @@ class Linking:
         self.catalogue = catalogue
         self.remote_factory = remote_factory
         self.links: dict[int, Link] = {}
+        # Links that peers are making although an older one of theirs is there: who says that he is
+        # a peer's successor proves it on the data plane before he takes its place.
+        self._arriving: set[Link] = set()
         self.listen_address: tuple[str, int] | None = None
         self.waiters = Waiters(self.loop)
         self._cluster_id = cluster_id
@@ -82,6 +88,8 @@ class Linking:
         self._incarnation = incarnation
         self._native = native
         self._workers = workers
+        self._library = library
+        self._ucx = ".".join(map(str, ucx_version))
         self._key = auth.key_of(secret)
         self._serials = itertools.count(1)
         self._dials: dict[int, _Dial] = {}
@@ -100,6 +108,10 @@ class Linking:
         for cluster_id in self._dials:
             self.give_up(cluster_id)
 
+    def everyone(self) -> list[Link]:
+        """All links, those included that may yet replace another."""
+        return [*self.links.values(), *self._arriving]
+
     def dialling(self, cluster_id: int) -> bool:
         """Whether a dial to the cluster is under way."""
         return cluster_id in self._dials
@@ -110,13 +122,16 @@ class Linking:
             del self.links[link.cluster_id]
 
     def give_up(self, cluster_id: int) -> None:
-        """End the dial to a cluster, if there is one."""
+        """End what is under way to link a cluster, from either side."""
         dial = self._dials.get(cluster_id)
         if dial is not None:
             dial.given_up = True
             dial.attempt.cancel()
+        for link in list(self._arriving):
+            if link.cluster_id == cluster_id:
+                link.down("it was unlinked", "unlinked by the peer")
 
-    # -- what links need (linkstate.Home) -------------------------------------------------------
+    # -- what links need (links.Home) -----------------------------------------------------------
 
     def attachment(self, link: Link) -> wire.Attach:
         """What the peer has to know of our end of this link."""
@@ -134,8 +149,24 @@ class Linking:
     def changed(self, link: Link) -> None:
         """A link's state has changed."""
         if link.state == "down":
-            self._routes.pop(link.link_id, None)
+            dialled = self._routes.pop(link.link_id, None)
+            self._arriving.discard(link)
+            if dialled is None and not link.established:
+                # A stranger's attempt, of which nobody here knew.
+                logger.info("cluster %d did not finish a link: %s", link.cluster_id, link.error)
+                self.forget(link)
         self.waiters.touch()
+
+    def promote(self, link: Link) -> None:
+        """A link is about to be up: it is the one to its cluster from now on."""
+        self._arriving.discard(link)
+        old = self.links.get(link.cluster_id)
+        if old is link:
+            return
+        self.links[link.cluster_id] = link
+        if old is not None:
+            same = old.incarnation == link.incarnation
+            old.down("the peer linked anew" if same else "the peer process was restarted")
 
     def lost(self, link: Link) -> None:
         """The control connection of an established link was cut."""
@@ -153,8 +184,8 @@ class Linking:
         link_id: bytes = b"",
     ) -> wire.Hello:
         return wire.Hello(
-            library=__version__,
-            ucx=self._native.ucx_version,
+            library=self._library,
+            ucx=self._ucx,
             cluster_id=self._cluster_id,
             expected=expected,
             incarnation=self._incarnation,
@@ -168,12 +199,14 @@ class Linking:
             link_id=link_id,
         )
 
-    def _caller_for(self, cluster_id: int, intent: int, link: Link | None) -> Caller:
+    def _caller_for(self, cluster: ClusterInfo, intent: int, link: Link | None) -> Caller:
+        cluster_id = cluster.remote_cluster_id
         link_id = link.link_id if link is not None else b""
         return Caller(
             self.control,
             self._key,
             lambda address: self._hello(address, cluster_id, intent, link_id),
+            cluster.remote_role,
         )
 
     def _install(
@@ -185,7 +218,10 @@ class Linking:
         peer_serial: int,
         route: ClusterInfo | None,
     ) -> Link:
-        """Make the link that both sides have agreed on; it takes the place of any older one."""
+        """Make the link that both sides have agreed on."""
+        making = sum(link.state == "connecting" for link in self.everyone())
+        if route is None and making >= _MAX_MAKING:
+            raise CannotLink("too many links are being made at the moment")
         try:
             native = self._native.new_link(worker)
         except (RuntimeError, MemoryError) as error:
@@ -199,12 +235,13 @@ class Linking:
             native=native,
             worker=worker,
         )
-        old = self.links.pop(link.cluster_id, None)
-        if old is not None:
-            same = old.incarnation == link.incarnation
-            old.down("the peer linked anew" if same else "the peer process was restarted")
-        self._forget_ended()
-        self.links[link.cluster_id] = link
+        old = self.links.get(link.cluster_id)
+        if old is None or old.state == "down":
+            self.links.pop(link.cluster_id, None)
+            self.links[link.cluster_id] = link
+            self._forget_ended()
+        else:
+            self._arriving.add(link)
         if route is not None:
             self._routes[link.link_id] = route
         return link
@@ -243,6 +280,10 @@ class Linking:
             code = refused.code if isinstance(refused, handshake.Refused) else wire.REFUSED
             verdict(wire.Refusal(code, str(refused)[:512]))
             connection.close()
+        except Exception as error:
+            verdict(wire.Refusal(wire.REFUSED, f"internal error: {error!r}"[:512]))
+            connection.close()
+            raise
 
     async def _admit(
         self,
@@ -263,12 +304,12 @@ class Linking:
             return
         worker = await self._workers.index(connection.local_host)
         await self._settle_crossing(theirs.cluster_id)
-        old = self.links.get(theirs.cluster_id)
-        if (
-            old is not None
-            and old.state != "down"
-            and old.incarnation == theirs.incarnation
-            and theirs.serial < old.peer_serial
+        if any(
+            link.cluster_id == theirs.cluster_id
+            and link.incarnation == theirs.incarnation
+            and link.state != "down"
+            and theirs.serial < link.peer_serial
+            for link in self.everyone()
         ):
             raise handshake.Refused("the clusters are linking the other way round", wire.CROSSED)
         link = self._install(introduction, connection, worker, connection.peer, theirs.serial, None)
@@ -352,11 +393,6 @@ class Linking:
             elif not link.settled:
                 await self._recover(cluster, link, progress, deadline)
             elif joined:
-                if cluster.remote_role not in (None, link.role):
-                    raise CannotLink(
-                        f"{link.address}: its role is {link.role.name}, not"
-                        f" {LlmRole(cluster.remote_role).name}"
-                    )
                 return Status.SUCCESS
             elif await self._still_there(cluster, link, deadline):
                 return Status.ALREADY_LINK
@@ -372,7 +408,7 @@ class Linking:
             raise
         finally:
             progress(link.stage)
-            if not link.settled and link.link_id in self._routes and link.state == "connecting":
+            if not link.settled and link.link_id in self._routes:
                 link.down(f"given up while {link.stage}", "the peer gave up linking")
         if not settled:
             raise asyncio.TimeoutError
@@ -390,7 +426,7 @@ class Linking:
         Returns without one where the peer's dial is the one that counts.
         """
         cluster_id = cluster.remote_cluster_id
-        caller = self._caller_for(cluster_id, intent, link)
+        caller = self._caller_for(cluster, intent, link)
         dial = _Dial(self.loop.create_task(reach(caller, cluster, progress, deadline)))
         self._dials[cluster_id] = dial
         connection: Connection | None = None
@@ -472,7 +508,7 @@ class Linking:
 
     async def _still_there(self, cluster: ClusterInfo, link: Link, deadline: float) -> bool:
         """Whether a link that is up has its peer still; takes it down if the peer is another."""
-        caller = self._caller_for(cluster.remote_cluster_id, wire.PROBE, link)
+        caller = self._caller_for(cluster, wire.PROBE, link)
         seconds = min(_PROBE_SECONDS, (deadline - self.loop.time()) / 2)
         try:
             reached = await asyncio.wait_for(reach(caller, cluster, Progress(), deadline), seconds)
@@ -489,7 +525,7 @@ class Linking:
 
     async def _redial(self, link: Link, route: ClusterInfo) -> None:
         """Restore a cut control connection; its link gives up by itself in the end."""
-        caller = self._caller_for(link.cluster_id, wire.RESUME, link)
+        caller = self._caller_for(route, wire.RESUME, link)
         delay = _FIRST_DELAY
         while link.state == "reconnecting" and not link.unlinking:
             if link.connected:

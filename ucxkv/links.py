@@ -28,13 +28,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ucxkv.links")
 
-# How long a side that was dialled waits for the dialler to finish the link.
-ESTABLISH_SECONDS = 15.0
+# How long a link that is being made may stand still.
+ESTABLISH_SECONDS = 8.0
 # How long a cut control connection may take to come back.
 RECONNECT_SECONDS = 10.0
 # Both planes broken for this long: the peer process is dead.  Pulls have to fail within 1 s.
 DEAD_SECONDS = 0.6
 _CLOSED_SECONDS = 1.0
+
+_UNFINISHED = "the peer did not finish the link"
 
 
 class Home(Protocol):
@@ -49,6 +51,9 @@ class Home(Protocol):
 
     def changed(self, link: Link) -> None:
         """The link's state has changed."""
+
+    def promote(self, link: Link) -> None:
+        """The link is about to be up for the first time."""
 
     def lost(self, link: Link) -> None:
         """The control connection of an established link was cut; who dialled dials again."""
@@ -79,6 +84,7 @@ class Link:
         self.worker = worker
         self.state = "connecting"
         self.up = False
+        self.established = False  # it has been up
         self.error = ""
         self.remote: dict[int, RemoteEntry] = {}
         self.unlinking = False
@@ -116,7 +122,7 @@ class Link:
             self._turn("reconnecting", up=False)
             self._arm(RECONNECT_SECONDS, "the control connection was not restored in time")
         else:
-            self._arm(ESTABLISH_SECONDS, "the peer did not finish the link")
+            self._arm(ESTABLISH_SECONDS, _UNFINISHED)
             connection.send(self._home.attachment(self))
         self._told = set()
         for entry in self._home.catalogue.snapshot():
@@ -139,7 +145,10 @@ class Link:
     async def _receive(self, connection: Connection) -> None:
         try:
             while True:
-                self._handle(await connection.receive())
+                message = await connection.receive()
+                if self.state == "connecting":
+                    self._arm(ESTABLISH_SECONDS, _UNFINISHED)
+                self._handle(message)
         except ConnectionLost as lost:
             self._lost(connection, str(lost))
         except wire.ProtocolError as error:
@@ -249,6 +258,9 @@ class Link:
             return
         if not self._ready:
             self._ready = True
+            if not self.established:
+                self._home.promote(self)
+                self.established = True
             # Before the peer hears of it: its application may tell ours to pull at once.
             self._turn("repairing" if self.native.am_broken else "up", up=True)
             self._send(wire.Ready())

@@ -29,7 +29,6 @@ FORCED: Mapping[str, str] = {
     "POSIX_ERROR_HANDLING": "y",
     "SYSV_ERROR_HANDLING": "y",
 }
-_FORCED_RMA = ("RNDV_THRESH", "POSIX_ERROR_HANDLING", "SYSV_ERROR_HANDLING")
 
 # Same-host GET is native from this version on: older ones emulate it by messages to the owner's
 # CPU in the error mode that fences need (seen on 1.13 to 1.18).
@@ -40,9 +39,9 @@ _CMA_BY_ITSELF = (1, 20)
 _NO_EMULATION = (1, 21)
 
 _SHARED = frozenset(("posix", "sysv", "cma", "knem", "xpmem"))
-# UCX's names for several transports at once.
+# UCX's names for several transports at once (mm may have xpmem too, which few machines have).
 _ALIASES: Mapping[str, frozenset[str]] = {
-    "mm": frozenset(("posix", "sysv", "xpmem")),
+    "mm": frozenset(("posix", "sysv")),
     "sm": _SHARED,
     "shm": _SHARED,
 }
@@ -102,6 +101,24 @@ def _is_rdma(name: str) -> bool:
     return name.startswith(_RDMA_PREFIXES)
 
 
+def _may_use(tls: str, transport: str) -> bool:
+    """Whether a UCX_TLS of `tls` allows a transport."""
+    names = _expanded(_names(tls))
+    if tls.startswith("^"):
+        return transport not in names
+    return transport in names or "all" in names
+
+
+def _forced(tls: str) -> dict[str, str]:
+    """What is forced, as far as it concerns these transports: UCX warns of what it cannot use."""
+    return {
+        name: value
+        for name, value in FORCED.items()
+        if (transport := name.split("_")[0].lower()) not in ("tcp", *_WIRING)
+        or _may_use(tls, transport)
+    }
+
+
 def rdma_usable() -> bool:
     """Whether this machine has RDMA devices and the loaded UCX has transports for them."""
     return _load.machine_has_rdma() and _load.has_rdma(_load.loaded().folder)
@@ -136,7 +153,7 @@ def am_settings(
     defaults = {"TLS": "tcp,self"}
     if interface is not None and _one_network(options, rdma_usable() if rdma is None else rdma):
         defaults["NET_DEVICES"] = interface
-    return _combined(options, defaults, FORCED)
+    return _combined(options, defaults, _forced(user_value(options, "TLS") or defaults["TLS"]))
 
 
 def _our_transports(
@@ -195,7 +212,7 @@ def rma_settings(
     if native is None:
         if path != "get" or value is None:
             return None
-        return _combined(options, defaults, {"TLS": value, **FORCED})
+        return _combined(options, defaults, {"TLS": value, **_forced(value)})
     if version < NATIVE_CMA:
         # Only the old protocols have native GETs here, and only over RDMA.
         defaults["PROTO_ENABLE"] = "n"
@@ -203,5 +220,5 @@ def rma_settings(
         defaults["CMA_MEMORY_INVALIDATE"] = "y"
     if version >= _NO_EMULATION:
         defaults["PROTO_EMULATION_ENABLE"] = "n"
-    forced = {name: FORCED[name] for name in _FORCED_RMA}
-    return _combined(options, defaults, {"TLS": ",".join(native), **forced})
+    tls = ",".join(native)
+    return _combined(options, defaults, {"TLS": tls, **_forced(tls)})

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ucxkv._version import __version__
 from ucxkv.catalogue import LocalCatalogue, LocalEntry, RemoteEntry
 from ucxkv.connection import reason
 from ucxkv.control import ControlThread
@@ -27,7 +28,7 @@ from ucxkv.links import Link
 from ucxkv.netif import endpoint
 from ucxkv.options import Options
 from ucxkv.types import ClusterInfo, LinkInfo, LinkResult, LlmRole
-from ucxkv.workers import Workers
+from ucxkv.workers import Workers, numbers
 
 if TYPE_CHECKING:
     from ucxkv.catalogue import RemoteFactory
@@ -53,8 +54,12 @@ class LinkTable:
         incarnation: int,
         native: NativeEngine,
         catalogue: LocalCatalogue,
+        library: str = __version__,
+        ucx_version: tuple[int, int, int] | None = None,
         remote_factory: RemoteFactory | None = None,
     ) -> None:
+        if ucx_version is None:
+            ucx_version = numbers(native.ucx_version)
         self._control = ControlThread(f"ucxkv-{cluster_id}")
         self.loop = self._control.loop
         self._options = options
@@ -66,7 +71,9 @@ class LinkTable:
             secret=options.secret,
             incarnation=incarnation,
             native=native,
-            workers=Workers(self._control, native, options),
+            workers=Workers(self._control, native, options, ucx_version),
+            library=library,
+            ucx_version=ucx_version,
             catalogue=catalogue,
             remote_factory=remote_factory,
         )
@@ -110,7 +117,7 @@ class LinkTable:
         self._linking.close()
         closings = [
             link.down("the engine was finalized", "the peer's engine was finalized")
-            for link in self._links.values()
+            for link in self._linking.everyone()
         ]
         waiting = [closing for closing in closings if closing is not None]
         if waiting:
@@ -124,7 +131,7 @@ class LinkTable:
     def _on_notify(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._native.notify_fd, 8)
-        for link in list(self._links.values()):
+        for link in self._linking.everyone():
             link.poll()
 
     # -- linking and unlinking ------------------------------------------------------------------
@@ -216,7 +223,7 @@ class LinkTable:
             self._control.post(self._announce, entry)
 
     def _announce(self, entry: LocalEntry) -> None:
-        for link in self._links.values():
+        for link in self._linking.everyone():
             link.announce(entry)
 
     def retire(self, entry: LocalEntry, deadline: float) -> None:
@@ -241,11 +248,13 @@ class LinkTable:
             waiting.cancel()
 
     def _retire(self, cache_id: int) -> None:
-        for link in self._links.values():
+        for link in self._linking.everyone():
             link.retire(cache_id)
 
     async def _retired(self, cache_id: int, deadline: float) -> None:
-        await asyncio.gather(*(link.retired(cache_id, deadline) for link in self._links.values()))
+        await asyncio.gather(
+            *(link.retired(cache_id, deadline) for link in self._linking.everyone())
+        )
 
     async def resolve(
         self, cluster_id: int, cache_id: int, deadline: float

@@ -14,6 +14,7 @@ from ucxkv.errors import FeatureNotEnabled, LlmOutOfMemory, ParamInvalid
 from ucxkv.types import CacheDesc, CachePlacement, DataType
 
 _HUGE_PAGE = 2 << 20
+_ADDRESS_END = 1 << 64
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,10 @@ def resolve(tensors: Any, desc: CacheDesc | None) -> tuple[list[Tensor], CacheDe
         raise ParamInvalid(f"tensors and description disagree about bytes: {sorted(sizes)}")
     if next(iter(sizes)) % desc.shape[0]:
         raise ParamInvalid(f"a tensor cannot be cut into {desc.shape[0]} equal slots")
+    nbytes = next(iter(sizes))
     for tensor in found:
+        if tensor.address + nbytes > _ADDRESS_END:
+            raise ParamInvalid(f"{nbytes} bytes at {tensor.address:#x} leave the address space")
         if tensor.data_type not in (DataType.UNDEFINED, desc.data_type) and (
             desc.data_type is not DataType.UNDEFINED
         ):

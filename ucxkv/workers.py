@@ -26,10 +26,12 @@ class Workers:
         control: ControlThread,
         native: NativeEngine,
         options: Options,
+        version: tuple[int, int, int],
     ) -> None:
         self._control = control
         self._native = native
         self._options = options
+        self._version = version
         self._tasks: dict[str | None, asyncio.Task[int]] = {}
 
     async def index(self, local_host: str) -> int:
@@ -43,9 +45,7 @@ class Workers:
         interface = interface_of(local_host)
         task = self._tasks.get(interface)
         if task is None or (task.done() and (task.cancelled() or task.exception())):
-            values = settings.am_settings(
-                self._options, interface, _numbers(self._native.ucx_version)
-            )
+            values = settings.am_settings(self._options, interface, self._version)
             task = self._control.loop.create_task(
                 self._control.aside(self._native.add_worker, values)
             )
@@ -59,7 +59,8 @@ class Workers:
             ) from error
 
 
-def _numbers(version: str) -> tuple[int, int, int]:
+def numbers(version: str) -> tuple[int, int, int]:
+    """A version as UCX writes it, such as "1.22.0", in numbers."""
     parts = [int(part) for part in version.split(".") if part.isdecimal()]
     major, minor, patch = (*parts, 0, 0, 0)[:3]
     return major, minor, patch

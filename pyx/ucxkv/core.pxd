@@ -70,6 +70,7 @@ cdef struct Plane:
     ucs_status_t error
     void* close_request
     uint32_t outstanding        # operations whose completion UCX still owes
+    uint64_t drain_until        # a wanted close waits so long for sends in flight
     uint64_t retry_at
     uint64_t backoff
     void* address

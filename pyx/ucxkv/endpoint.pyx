@@ -165,6 +165,11 @@ cdef void plane_close(Link* link, Plane* plane) noexcept nogil:
 cdef bint plane_step(Link* link, Plane* plane, uint64_t now) noexcept nogil:
     """Move `plane` on; True when it has been closed, or not been opened: nothing is in flight."""
     if plane.state == OPEN and plane.failed:
+        # UCX's TCP transport can free an endpoint in the middle of an event of its own if both
+        # ends close while this one has unsent data (seen in 1.22: uct_tcp_iface_handle_events).
+        if plane.error == UCS_OK and plane.outstanding > 0 and now < plane.drain_until:
+            core_timer(link.core, plane.drain_until, True)
+            return False
         plane_close(link, plane)
     if plane.state == CLOSING:
         if (plane.close_request != NULL

@@ -56,6 +56,8 @@ cdef enum:
     SLEEP_IDLE_NS = 1000000000
     SLEEP_BUSY_NS = 5000000
     SLEEP_CLOSING_NS = 500000
+    # A link that closes lets its peer take what is on its way for so long.
+    DRAIN_NS = 100000000
 
 
 cdef void prune_remotes(Link* link) noexcept nogil:
@@ -88,11 +90,13 @@ cdef void end_all(Link* link) noexcept nogil:
         t = following
 
 
-cdef void close_step(Link* link) noexcept nogil:
+cdef void close_step(Link* link, uint64_t now) noexcept nogil:
     """Take a closing link apart; `closed` when nothing of it is left in UCX."""
     end_all(link)
     link.am.wanted = False
     link.rma.wanted = False
+    if link.am.drain_until == 0:
+        link.am.drain_until = now + DRAIN_NS
     plane_fail(link, &link.am, UCS_OK)
     plane_fail(link, &link.rma, UCS_OK)
     if link.am.state == CLOSED and link.rma.state == CLOSED and link.n_transfers == 0:
@@ -120,7 +124,7 @@ cdef void link_step(Link* link, uint64_t now) noexcept nogil:
     """Everything that one link may have to do now."""
     link.dirty = False
     if link.closing:
-        close_step(link)
+        close_step(link, now)
     expire_fences(link, now)
     if link.drop_am:
         link.drop_am = False
@@ -133,8 +137,9 @@ cdef void link_step(Link* link, uint64_t now) noexcept nogil:
         get_plane_closed(link)
         link.dirty = True
     if link.closing:
-        if link.am.state == CLOSING or link.rma.state == CLOSING:
+        if link.am.state != CLOSED or link.rma.state != CLOSED:
             return
+        link.dirty = True
     elif link.connected:
         stream_prove(link, now)
         get_trial(link, now)
@@ -170,6 +175,7 @@ cdef void run_timers(Core* core, uint64_t now) noexcept nogil:
         next_timer(core, link.am.retry_at, now)
         next_timer(core, link.rma.retry_at, now)
         next_timer(core, link.trial_by, now)
+        next_timer(core, link.am.drain_until, now)
         if not link.proven:
             next_timer(core, link.ping_at, now)
         link = link.next

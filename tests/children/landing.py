@@ -99,8 +99,8 @@ def wait_for_last_layer(
     ctx: Context, name: str, cluster_id: int, cache_id: int, timeout_ms: int
 ) -> Outcome:
     args, kwargs = actions.pull_arguments(ctx, name, cluster_id, cache_id, timeout_ms=timeout_ms)
-    transfer = ctx.engine.pull_kv_cache_async(*args, **kwargs)
-    return actions.attempt(lambda: transfer.wait_layer(transfer_layers(ctx, name) - 1))
+    last = transfer_layers(ctx, name) - 1
+    return actions.attempt(lambda: ctx.engine.pull_kv_cache_async(*args, **kwargs).wait_layer(last))
 
 
 def transfer_layers(ctx: Context, name: str) -> int:

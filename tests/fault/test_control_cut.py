@@ -38,6 +38,7 @@ def test_pulls_go_on(linked: tuple[Peer, Peer, Proxy], reset: bool) -> None:
         outcome = puller.call(actions.pull_checked, "kv", 1, cache_id, 1, timeout_ms=5000)
         assert outcome.ok, outcome
         assert outcome.extra["wrong"] == []
+        wait_until(lambda: proxy.connections == 1, timeout=5)
         assert proxy.cut(reset=reset) == 1
         puller.call(actions.paint, "kv", 0)
     assert puller.call(actions.pull, "kv", 1, cache_id, timeout_ms=5000).ok

@@ -137,18 +137,20 @@ def together(*jobs: Callable[[], Any]) -> list[Any]:
 
 
 class Proxy:
-    """Passes TCP connections on; can cut them, refuse new ones, and alter a byte."""
+    """Passes TCP connections on; can cut them, hold them up, and alter a byte of what is said."""
 
     def __init__(self, target: tuple[str, int]) -> None:
         self.target = target
-        self.said = [bytearray()]  # by each client, in order
-        self.alter: int | None = None
-        self.held = False  # accept, but pass nothing on
+        self.said: list[bytearray] = []  # by each client
+        self.answered: list[bytearray] = []  # to each client
+        self.accepted = 0
+        self.alter: int | None = None  # place of a byte that the next client to say it gets wrong
+        self.held = False  # pass nothing on
         self._server = socket.create_server(("127.0.0.1", 0))
         self.address = self._server.getsockname()[:2]
-        self._pairs: list[tuple[socket.socket, socket.socket]] = []
-        self._wake, self._woken = socket.socketpair()
+        self._ends: dict[socket.socket, tuple[socket.socket, bytearray, bool]] = {}
         self._stop = False
+        self._cut = False
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -157,55 +159,78 @@ class Proxy:
 
     def __exit__(self, *error: object) -> None:
         self._stop = True
-        self._wake.send(b"x")
         self._thread.join()
-        for sock in (self._server, self._wake, self._woken, *itertools.chain(*self._pairs)):
+        self._server.close()
+        for sock in self._ends:
             sock.close()
 
+    @property
+    def open(self) -> int:
+        """Connections that are open."""
+        return len(self._ends) // 2
+
     def cut(self) -> None:
-        for pair in list(self._pairs):
-            for sock in pair:
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+        """Cut all connections."""
+        self._cut = True
+        eventually(lambda: not self._cut)
+
+    def close_door(self) -> None:
+        """Refuse new connections from now on."""
+        self._server.close()
 
     def _run(self) -> None:
         while not self._stop:
-            pairs = {} if self.held else {a: b for p in self._pairs for a, b in (p, p[::-1])}
-            ready, _, _ = select.select([self._server, self._woken, *pairs], [], [], 0.05)
+            if self._cut:
+                for sock in list(self._ends):
+                    self._drop(sock)
+                self._cut = False
+            watched: list[socket.socket] = [] if self.held else list(self._ends)
+            if self._server.fileno() >= 0:
+                watched.append(self._server)
+            ready, _, _ = select.select(watched, [], [], 0.005)
             for sock in ready:
                 if sock is self._server:
                     self._accept()
-                elif sock in pairs and sock.fileno() >= 0:
-                    self._pass(sock, pairs[sock])
+                elif sock in self._ends:
+                    self._pass(sock)
 
     def _accept(self) -> None:
-        client, _ = self._server.accept()
+        try:
+            client, _ = self._server.accept()
+        except OSError:
+            return
+        self.accepted += 1
         try:
             onward = socket.create_connection(self.target, timeout=5)
         except OSError:
             client.close()
             return
-        self._pairs.append((client, onward))
         self.said.append(bytearray())
+        self.answered.append(bytearray())
+        self._ends[client] = onward, self.said[-1], True
+        self._ends[onward] = client, self.answered[-1], False
 
-    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+    def _drop(self, sock: socket.socket) -> None:
+        other = self._ends.pop(sock, None)
+        if other is not None:
+            self._ends.pop(other[0], None)
+            sock.close()
+            other[0].close()
+
+    def _pass(self, source: socket.socket) -> None:
+        sink, record, client = self._ends[source]
         try:
             data = bytearray(source.recv(65536))
+            place = self.alter
+            if client and place is not None and len(record) <= place < len(record) + len(data):
+                data[place - len(record)] ^= 1
+                self.alter = None
+            record += data
+            sink.sendall(data)
         except OSError:
             data = bytearray()
-        number = next(i for i, pair in enumerate(self._pairs) if source in pair)
-        if source is self._pairs[number][0]:
-            said = self.said[number + 1]
-            if self.alter is not None and len(said) <= self.alter < len(said) + len(data):
-                data[self.alter - len(said)] ^= 1
-            said += data
-        if data:
-            with contextlib.suppress(OSError):
-                sink.sendall(data)
-            return
-        self.said.insert(0, self.said.pop(number + 1))
-        for sock in self._pairs.pop(number):
-            sock.close()
+        if not data:
+            self._drop(source)
 
 
 @contextlib.contextmanager

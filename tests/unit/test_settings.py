@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
 from pathlib import Path
 
 import pytest
@@ -17,15 +17,16 @@ OLDEST, LAST_OLD, FIRST_CMA, NEXT, NEW = (
     (1, 20, 0),
     (1, 22, 0),
 )
-NO_TCP = ("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE", "ADDRESS_VERSION")
+TCP = {"TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE"}
+POSIX, SYSV = {"POSIX_ERROR_HANDLING"}, {"SYSV_ERROR_HANDLING"}
+ALWAYS = {"ADDRESS_VERSION", "RNDV_THRESH"}
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in list(settings.os.environ):
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
         if name.startswith("UCX_") or name == "UCXKV_PATH":
             monkeypatch.delenv(name)
-    yield
 
 
 def options(tls: str | None = None, path: str = "auto", **ucx: str) -> Options:
@@ -47,7 +48,15 @@ def rma_tls(
 
 
 def test_streaming_defaults() -> None:
-    assert am(Options()) == {"TLS": "tcp,self", "NET_DEVICES": "eth0", **settings.FORCED}
+    size = str(settings.STREAM_SEGMENT)
+    assert am(Options()) == {
+        "TLS": "tcp,self",
+        "NET_DEVICES": "eth0",
+        "TCP_TX_SEG_SIZE": size,
+        "TCP_RX_SEG_SIZE": size,
+        "ADDRESS_VERSION": "v2",
+        "RNDV_THRESH": "inf",
+    }
     assert "NET_DEVICES" not in am(Options(), interface=None)
 
 
@@ -99,6 +108,34 @@ def test_tcp_is_kept_to_its_interface_where_nothing_else_has_devices(
     assert ("NET_DEVICES" in am(options(tls), rdma=rdma)) is bound
 
 
+@pytest.mark.parametrize(
+    ("tls", "concerned"),
+    [
+        (None, TCP),
+        ("tcp", TCP),
+        ("tcp,posix", TCP | POSIX),
+        ("sysv", SYSV),
+        ("sm,self", POSIX | SYSV),
+        ("rc,self", set()),
+        ("all", TCP | POSIX | SYSV),
+        ("^cma", TCP | POSIX | SYSV),
+        ("^sm", TCP),
+        ("^tcp,sysv", POSIX),
+    ],
+)
+def test_forced_settings_concern_the_transports_that_may_be_used(
+    tls: str | None, concerned: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert set(am(options(tls))) & set(settings.FORCED) == concerned | ALWAYS
+    if tls is not None:
+        monkeypatch.setenv("UCX_TLS", tls)
+        assert set(am(Options())) & set(settings.FORCED) == concerned | ALWAYS
+
+
+def test_shared_memory_reports_the_death_of_peers() -> None:
+    assert rma(NEW, rdma=False)["POSIX_ERROR_HANDLING"] == "y"
+
+
 # -- conflicts ------------------------------------------------------------------------------
 
 
@@ -148,7 +185,9 @@ def test_options_hide_a_contradiction_in_the_environment(monkeypatch: pytest.Mon
         ("cma,tcp,self", ["cma", "posix", "self"]),
         ("sm,tcp", ["sm"]),
         ("shm", ["shm"]),
-        ("mm,tcp", ["mm"]),
+        ("mm,tcp", None),
+        ("mm,cma", ["cma", "mm"]),
+        ("^mm", None),
         ("ud,ud_verbs,udx,tcp", None),
         ("rc,tcp", None),
         ("rc,cma", ["cma", "posix"]),
@@ -206,8 +245,7 @@ def test_settings_that_depend_on_the_version(version: tuple[int, int, int]) -> N
     assert ("PROTO_EMULATION_ENABLE" in found) == (version == NEW)
     assert found["RCACHE_MAX_UNRELEASED"] == "1024"
     assert found["RNDV_THRESH"] == "inf"
-    assert found["POSIX_ERROR_HANDLING"] == found["SYSV_ERROR_HANDLING"] == "y"
-    assert not set(NO_TCP) & set(found)
+    assert not TCP & set(found)
 
 
 def test_the_user_may_change_what_is_not_forced(monkeypatch: pytest.MonkeyPatch) -> None:

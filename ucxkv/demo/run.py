@@ -45,6 +45,7 @@ class Outcome:
     prefilled: Prefilled
     decoded: Decoded
     alone: Alone
+    blas_threads: str
 
     @property
     def tokens_equal(self) -> bool:
@@ -69,6 +70,7 @@ class Outcome:
             "single_process_tokens": list(self.alone.tokens),
             "model": {**asdict(self.job.config), "weights": self.job.config.weights},
             "prompt_tokens": len(self.job.prompt),
+            "blas_threads": self.blas_threads,
             "pull": {
                 "bytes": report.bytes,
                 "spans": report.spans,
@@ -124,7 +126,8 @@ def run(
         # Not before the others have ended: its time is compared with theirs.
         crew.start("reference", processes.reference)
         results.update(crew.results())
-    return Outcome(job, results["prefill"], results["decode"], results["reference"])
+    threads = _threads_set() or str(_usual_threads())
+    return Outcome(job, results["prefill"], results["decode"], results["reference"], threads)
 
 
 class _Crew:
@@ -233,14 +236,24 @@ def _how_it_died(exit_code: int | None) -> str:
     return f"it ended without a word, with exit code {exit_code}"
 
 
+def _threads_set() -> str | None:
+    """What the user has set the number of BLAS threads to, if at all."""
+    return next((os.environ[name] for name in _BLAS_THREADS if name in os.environ), None)
+
+
+def _usual_threads() -> int:
+    # BLAS threads wait for each other by spinning: on cores that they have to share they are slower
+    # together than one of them is by itself.
+    return max(1, min(len(os.sched_getaffinity(0)) - 1, _MOST_BLAS_THREADS))
+
+
 @contextlib.contextmanager
 def _for_children() -> Iterator[None]:
     """What a child inherits: as many BLAS threads as every other, and no Ctrl-C while it starts.
 
     The number of threads decides in which order BLAS adds, and so the last bits of a sum.
     """
-    count = str(min(len(os.sched_getaffinity(0)), _MOST_BLAS_THREADS))
-    changed = {name: count for name in _BLAS_THREADS if name not in os.environ}
+    changed = {} if _threads_set() else dict.fromkeys(_BLAS_THREADS, str(_usual_threads()))
     os.environ.update(changed)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

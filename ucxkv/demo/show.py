@@ -82,14 +82,15 @@ def lines(outcome: Outcome) -> list[str]:
     )
     there = 100 * decoded.started_bytes / max(report.bytes, 1)
     started = f"began after {_seconds(decoded.started_seconds)}, with {there:.0f} % of the bytes"
-    again = f"{_seconds(recomputed)} by computing the prompt again"
+    threads = f"{outcome.blas_threads} BLAS {_plural('thread', outcome.blas_threads)}"
+    again = f"{_seconds(recomputed)} by computing it again ({threads})"
     rows = [
         ("Model", model),
         ("Prefill", prefilled),
         ("Decode", f"process {decoded.pid} linked to it in {_seconds(decoded.link_seconds)}"),
         ("", ""),
         ("Moved", f"{report.bytes:,} bytes in {report.spans:,} {_plural('span', report.spans)}"),
-        ("Path", f"{report.path}, over {', '.join(decoded.transports) or 'an unnamed transport'}"),
+        ("Path", f"{report.path}, on a link with {', '.join(decoded.transports) or 'no name'}"),
         ("Speed", f"{gigabytes_per_second(decoded):.2f} GB/s ({_seconds(report.seconds)})"),
         ("Layer 0", started),
         ("", ""),
@@ -156,5 +157,5 @@ def _count(number: int) -> str:
     return f"{number / 1e6:.1f} M" if number < 1e9 else f"{number / 1e9:.1f} G"
 
 
-def _plural(word: str, number: int) -> str:
-    return word if number == 1 else word + "s"
+def _plural(word: str, number: int | str) -> str:
+    return word if str(number) == "1" else word + "s"
