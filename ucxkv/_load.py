@@ -99,12 +99,12 @@ def has_rdma(folder: Path) -> bool:
     return (folder / "ucx" / "libuct_ib.so.0").exists()
 
 
-def machine_has_rdma() -> bool:
-    """Whether this machine has RDMA devices."""
+def rdma_devices() -> list[str]:
+    """The RDMA devices of this machine, by name."""
     try:
-        return any(_RDMA_DEVICES.iterdir())
+        return sorted(device.name for device in _RDMA_DEVICES.iterdir())
     except OSError:
-        return False
+        return []
 
 
 def version_in(folder: Path) -> tuple[int, int, int] | None:
@@ -128,7 +128,7 @@ def choose(switch: str) -> tuple[Path, str]:
     """Folder and origin of the UCX that `switch` asks for; ImportError if there is none."""
     wheel, system = wheel_folder(), system_folder()
     if switch == "auto":
-        if system is not None and machine_has_rdma() and has_rdma(system):
+        if system is not None and rdma_devices() and has_rdma(system):
             version = version_in(system)
             if version is None or version >= FLOOR:
                 return system, "system"

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -19,6 +20,7 @@ _T = TypeVar("_T")
 logger = logging.getLogger("ucxkv.control")
 logging.getLogger("ucxkv").addHandler(logging.NullHandler())
 
+_SIGNAL_SECONDS = 0.1
 _CLOSED = "the engine is closed"
 
 
@@ -169,12 +171,22 @@ class ControlThread:
         """Run it on the loop and wait for its result; an interrupted wait cancels it."""
         future = self.submit(coroutine)
         try:
+            self.wait(future, math.inf)
             return future.result()
         except concurrent.futures.CancelledError:
             raise LlmError(_CLOSED) from None
         except BaseException:
             future.cancel()
             raise
+
+    def wait(self, future: concurrent.futures.Future[Any], deadline: float) -> None:
+        """Wait until it is done, or until `deadline` on the monotonic clock."""
+        while not future.done():
+            seconds = deadline - time.monotonic()
+            if seconds <= 0:
+                return
+            # In steps, since a signal may be taken by another thread and not break the wait.
+            concurrent.futures.wait([future], min(seconds, _SIGNAL_SECONDS))
 
     def stop(self, farewell: Callable[[], Awaitable[None]], timeout: float) -> bool:
         """Run `farewell` on the loop, end all tasks, join the thread.  True if that is done."""

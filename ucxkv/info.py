@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ucxkv import settings
-from ucxkv._load import SWITCH, has_rdma, loaded, machine_has_rdma, wheel_folder
+from ucxkv._load import SWITCH, has_rdma, loaded, rdma_devices, wheel_folder
 from ucxkv._version import __version__
 from ucxkv.context import UcxError, describe
 from ucxkv.engine import silence_ucx
@@ -159,7 +159,6 @@ def collect(options: Options | None = None) -> Info:
     ucx = loaded()
     get_transports = _resources(settings.rma_settings(options, ucx.version))
     stream_transports = _resources(settings.am_settings(options, None, ucx.version))
-    devices = Path("/sys/class/infiniband")
     return Info(
         ucxkv=__version__,
         python=sys.version.split()[0],
@@ -169,8 +168,8 @@ def collect(options: Options | None = None) -> Info:
         stream_transports=stream_transports,
         get_transports=get_transports,
         path=options.resolved_path(),
-        rdma_transports=has_rdma(Path(ucx.path).parent),
-        rdma_devices=sorted(d.name for d in devices.iterdir()) if machine_has_rdma() else [],
+        rdma_transports=has_rdma(ucx.folder),
+        rdma_devices=rdma_devices(),
         same_host_get=_same_host(options, get_transports),
     )
 

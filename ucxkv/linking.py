@@ -444,10 +444,14 @@ class Linking:
                     return
                 raise
             connection = reached.connection
+            route = ClusterInfo(cluster_id, (reached.address,), None, cluster.local_ip_infos)
             if link is not None:
                 if self._continues(link, reached.introduction):
                     link.begin(connection, resumed=True)
                     connection = None
+                    # One side alone dials again, or they would cross each other for ever.
+                    if link.link_id in self._routes:
+                        self._routes[link.link_id] = route
                 return
             progress("opening a UCX worker")
             worker = await self._workers.index(connection.local_host)
@@ -461,7 +465,7 @@ class Linking:
                 worker,
                 endpoint(reached.address.ip, reached.address.port),
                 reached.welcome.serial,
-                ClusterInfo(cluster_id, (reached.address,), None, cluster.local_ip_infos),
+                route,
             )
             made.begin(connection)
             connection = None

@@ -415,6 +415,8 @@ class Link:
             case wire.Sync():
                 self._send(wire.Synced(message.seq))
             case wire.Synced():
+                if message.seq > self._asked:
+                    raise wire.ProtocolError("an echo of what was not said")
                 self._answered = max(self._answered, message.seq)
                 self._waiters.touch()
             case wire.Attach():

@@ -121,7 +121,7 @@ def _forced(tls: str) -> dict[str, str]:
 
 def rdma_usable() -> bool:
     """Whether this machine has RDMA devices and the loaded UCX has transports for them."""
-    return _load.machine_has_rdma() and _load.has_rdma(_load.loaded().folder)
+    return bool(_load.rdma_devices()) and _load.has_rdma(_load.loaded().folder)
 
 
 def _one_network(options: Options, rdma: bool) -> bool:

@@ -241,9 +241,7 @@ class LinkTable:
             return
         try:
             # The loop may be late where an application holds the GIL: the deadline holds here too.
-            waiting.result(max(0.0, deadline - time.monotonic()) + 0.01)
-        except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
-            pass
+            self._control.wait(waiting, deadline + 0.01)
         finally:
             waiting.cancel()
 

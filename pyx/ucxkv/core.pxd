@@ -17,8 +17,7 @@ cdef enum:
     GET_WINDOW = 4194304        # bytes of GETs in flight on one link: bounds the drain of a fence
     STREAM_CHUNK = 262144       # bytes of one streamed message
     STREAM_WINDOW = 2097152     # bytes of streamed messages in flight on one link
-    ZERO_COPY_MIN = 65536       # shorter runs are packed, longer ones are sent from where they lie
-    PACK_BUFFERS = 128
+    PACK_BUFFERS = 128          # kept for reuse; more exist only where each link has its share
     MAX_SERVES = 1024           # requests that one peer may have open
     LATENCY_BUCKETS = 320       # 8 to each doubling of nanoseconds
     REQUEST_BLOCKS = 16000      # block numbers in one message: below 64 KiB
@@ -70,7 +69,6 @@ cdef struct Plane:
     ucs_status_t error
     void* close_request
     uint32_t outstanding        # operations whose completion UCX still owes
-    uint64_t drain_until        # a wanted close waits so long for sends in flight
     uint64_t retry_at
     uint64_t backoff
     void* address
@@ -135,7 +133,6 @@ cdef struct Transfer:
     # path "stream"
     bint requested
     uint64_t received
-    uint64_t confirmed
     # waiting callers
     pthread_mutex_t mutex
     pthread_cond_t cond
@@ -146,11 +143,8 @@ cdef struct SendOp:
     SendOp* next
     Link* link
     Serve* serve
-    CacheMem* cache             # memory the message is sent from, or NULL
     void* buffer                # pack buffer, or NULL
-    uint64_t end
     uint64_t length
-    bint done
     uint32_t header_length
     uint8_t header[192]
     void* payload               # malloc'd with the message, or NULL
@@ -167,12 +161,9 @@ cdef struct Serve:
     uint64_t n_blocks_known
     uint64_t total
     uint64_t offset             # next byte to send
-    uint64_t confirmed          # bytes whose sends are over while the cache was registered
-    uint64_t confirmed_sent
-    SendOp* first               # sends in order
-    SendOp* last
     uint32_t outstanding
-    bint ended                  # nothing more to send but the closing message
+    bint ended                  # nothing more to send but the reason
+    bint orphan                 # off its link's list: the last send to end frees it
     uint32_t status
 
 
@@ -200,7 +191,6 @@ cdef struct CacheMem:
     bint retired
     uint32_t pulls              # transfers into it
     uint32_t serves             # requests that read it
-    uint32_t sends              # messages being sent straight from it
 
 
 cdef struct RemoteMem:
@@ -233,7 +223,8 @@ cdef struct Link:
     uint64_t peer_token
     bint connected
     bint closing
-    bint closed
+    bint closed                 # as far as anyone outside can tell
+    uint64_t linger_until       # a closing link waits so long for its last messages to leave
     Plane am
     Plane rma
     # proofs
@@ -264,7 +255,6 @@ cdef struct Link:
     uint32_t cap_cancels
     ucs_status_t error
     bint dirty
-    bint drop_am                # force-close the streaming endpoint at the next step
     uint64_t drop_rma_at        # force-close the RMA endpoint at this time, 0: never
     # totals
     uint64_t bytes_get
@@ -333,7 +323,7 @@ cdef void core_notify(Core* core) noexcept nogil
 cdef uint64_t random64() noexcept nogil
 cdef SendOp* send_new(Core* core) noexcept nogil
 cdef void send_free(Core* core, SendOp* op) noexcept nogil
-cdef void* pack_take(Core* core) noexcept nogil
+cdef void* pack_take(Core* core, bint entitled) noexcept nogil
 cdef void pack_give(Core* core, void* buffer) noexcept nogil
 cdef Core* core_new() except NULL
 cdef void core_free(Core* core) noexcept nogil

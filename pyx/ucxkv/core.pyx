@@ -108,13 +108,13 @@ cdef void send_free(Core* core, SendOp* op) noexcept nogil:
     core.free_sends = op
 
 
-cdef void* pack_take(Core* core) noexcept nogil:
-    """A buffer of STREAM_CHUNK bytes, or NULL when all that may exist are in flight."""
+cdef void* pack_take(Core* core, bint entitled) noexcept nogil:
+    """A buffer of STREAM_CHUNK bytes, or NULL when all are in flight and none is owed."""
     cdef void* buffer
     if core.n_pack_buffers > 0:
         core.n_pack_buffers -= 1
         return core.pack_buffers[core.n_pack_buffers]
-    if core.pack_made >= PACK_BUFFERS:
+    if core.pack_made >= PACK_BUFFERS and not entitled:
         return NULL
     buffer = malloc(STREAM_CHUNK)
     if buffer != NULL:
@@ -123,6 +123,10 @@ cdef void* pack_take(Core* core) noexcept nogil:
 
 
 cdef void pack_give(Core* core, void* buffer) noexcept nogil:
+    if core.pack_made > PACK_BUFFERS:
+        core.pack_made -= 1
+        free(buffer)
+        return
     core.pack_buffers[core.n_pack_buffers] = buffer
     core.n_pack_buffers += 1
 

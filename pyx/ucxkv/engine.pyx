@@ -10,6 +10,7 @@ from posix.unistd cimport getpid, write
 
 from ucxkv.context cimport check, worker_close, worker_open
 from ucxkv.core cimport (
+    CLOSED,
     DONE,
     LATENCY_BUCKETS,
     MAX_AM_WORKERS,
@@ -39,7 +40,7 @@ from ucxkv.core cimport (
     core_unlock,
     core_wake,
 )
-from ucxkv.endpoint cimport NativeLink, link_create
+from ucxkv.endpoint cimport NativeLink, link_create, link_unref
 from ucxkv.memory cimport LocalCache, RemoteCache
 from ucxkv.memory import LocalCache as _LocalCache
 from ucxkv.pthread cimport (
@@ -52,7 +53,7 @@ from ucxkv.pthread cimport (
     timespec,
     to_timespec,
 )
-from ucxkv.service cimport link_step, progress, run_timers, service_main
+from ucxkv.service cimport link_step, prune_remotes, run_timers, service_main
 from ucxkv.spans cimport cursor_seek, geometry_bytes
 from ucxkv.stream cimport stream_install
 from ucxkv.transfer cimport transfer_begin, transfer_end, transfer_new, transfer_unref
@@ -224,6 +225,7 @@ cdef class NativeEngine:
         cdef timespec until
         cdef int error = 0
         cdef int i
+        cdef Link* link
         self._closed = True
         with nogil:
             core_lock(core)
@@ -252,6 +254,14 @@ cdef class NativeEngine:
                 core.words_memh = NULL
                 core.scratch_memh = NULL
             worker_close(&core.rma)
+            # Links whose last messages nobody took went with their workers.
+            while core.first_link != NULL:
+                link = core.first_link
+                core.first_link = link.next
+                core.links[link.slot] = NULL
+                link.am.state = CLOSED
+                prune_remotes(link)
+                link_unref(link)
         return True
 
     @property

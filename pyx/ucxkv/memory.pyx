@@ -19,18 +19,15 @@ from posix.unistd cimport getpid
 
 from ucxkv.core cimport (
     MAX_WORDS,
-    OPEN,
     ST_CACHE_NOT_EXIST,
     CacheMem,
     Core,
     Link,
     Region,
     RemoteMem,
-    SendOp,
     Serve,
     Transfer,
     core_lock,
-    core_timer,
     core_unlock,
     core_wake,
     random64,
@@ -58,10 +55,8 @@ from ucxkv.ucp cimport (
 
 
 cdef enum:
-    # After its deadline an unregistration waits this long for sends in flight, then closes the
-    # endpoints under them; they end within milliseconds, the second bound is for a broken UCX.
-    SEND_GRACE_NS = 10000000
-    DRAIN_MAX_NS = 5000000000
+    # Fences take milliseconds; this bound is for a broken UCX.
+    FENCE_MAX_NS = 5000000000
 
 
 cdef void region_map(Core* core, Region* region, unsigned int prot) except *:
@@ -239,8 +234,8 @@ cdef class LocalCache:
 
     @property
     def busy(self):
-        """Transfers into it, requests reading it and messages being sent from it."""
-        return self.mem.pulls + self.mem.serves + self.mem.sends
+        """Transfers into it and requests reading it."""
+        return self.mem.pulls + self.mem.serves
 
     def begin_retire(self):
         """Refuse new transfers; fence those into it, which end with KV_CACHE_NOT_EXIST."""
@@ -287,11 +282,7 @@ cdef class LocalCache:
                 store_barrier()
                 end_serves(core, mem)
             core_wake(core)
-            idle = wait_idle(core, mem, now_ns() + SEND_GRACE_NS, False)
-            if not idle:
-                drop_endpoints(core, mem)
-                core_wake(core)
-                idle = wait_idle(core, mem, now_ns() + DRAIN_MAX_NS, False)
+            idle = wait_idle(core, mem, now_ns() + FENCE_MAX_NS, False)
             if idle and not mem.retired:
                 mem.retired = True
                 core.caches[mem.slot] = NULL
@@ -312,7 +303,7 @@ cdef extern from *:
 
 cdef bint wait_idle(Core* core, CacheMem* mem, uint64_t end, bint serves_only) noexcept nogil:
     cdef timespec until
-    while mem.serves > 0 or (not serves_only and (mem.sends > 0 or mem.pulls > 0)):
+    while mem.serves > 0 or (not serves_only and mem.pulls > 0):
         if now_ns() >= end:
             return False
         until = to_timespec(end)
@@ -321,7 +312,7 @@ cdef bint wait_idle(Core* core, CacheMem* mem, uint64_t end, bint serves_only) n
 
 
 cdef void end_serves(Core* core, CacheMem* mem) noexcept nogil:
-    """The peer gets what is confirmed and the word that there will be no more."""
+    """The pullers get what has been packed, and the word that there will be no more."""
     cdef Link* link = core.first_link
     cdef Serve* serve
     while link != NULL:
@@ -334,24 +325,6 @@ cdef void end_serves(Core* core, CacheMem* mem) noexcept nogil:
                     serve.ended = True
                     serve.status = ST_CACHE_NOT_EXIST
                 link.dirty = True
-            serve = serve.next
-        link = link.next
-
-
-cdef void drop_endpoints(Core* core, CacheMem* mem) noexcept nogil:
-    """Force-close the endpoints whose sends still point at `mem`."""
-    cdef Link* link = core.first_link
-    cdef Serve* serve
-    cdef SendOp* op
-    while link != NULL:
-        serve = link.serves
-        while serve != NULL:
-            op = serve.first
-            while op != NULL:
-                if op.cache == mem and not op.done:
-                    link.drop_am = True
-                    link.dirty = True
-                op = op.next
             serve = serve.next
         link = link.next
 

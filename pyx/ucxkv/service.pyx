@@ -56,8 +56,7 @@ cdef enum:
     SLEEP_IDLE_NS = 1000000000
     SLEEP_BUSY_NS = 5000000
     SLEEP_CLOSING_NS = 500000
-    # A link that closes lets its peer take what is on its way for so long.
-    DRAIN_NS = 100000000
+    LINGER_NS = 100000000
 
 
 cdef void prune_remotes(Link* link) noexcept nogil:
@@ -91,17 +90,25 @@ cdef void end_all(Link* link) noexcept nogil:
 
 
 cdef void close_step(Link* link, uint64_t now) noexcept nogil:
-    """Take a closing link apart; `closed` when nothing of it is left in UCX."""
+    """Take a closing link apart.
+
+    It counts as closed when nothing can be written or read for it any more; messages that the peer
+    does not take may linger in buffers of our own until it does, or is gone.
+    """
     end_all(link)
     link.am.wanted = False
     link.rma.wanted = False
-    if link.am.drain_until == 0:
-        link.am.drain_until = now + DRAIN_NS
     plane_fail(link, &link.am, UCS_OK)
     plane_fail(link, &link.rma, UCS_OK)
-    if link.am.state == CLOSED and link.rma.state == CLOSED and link.n_transfers == 0:
-        stream_drop_serves(link)
+    if link.closed or link.rma.state != CLOSED or link.n_transfers > 0:
+        return
+    stream_drop_serves(link)
+    if link.linger_until == 0:
+        link.linger_until = now + LINGER_NS
+        core_timer(link.core, link.linger_until, True)
+    if link.am.state == CLOSED or now >= link.linger_until:
         link.closed = True
+        pthread_cond_broadcast(&link.core.idle)
         core_notify(link.core)
 
 
@@ -126,9 +133,6 @@ cdef void link_step(Link* link, uint64_t now) noexcept nogil:
     if link.closing:
         close_step(link, now)
     expire_fences(link, now)
-    if link.drop_am:
-        link.drop_am = False
-        plane_fail(link, &link.am, UCS_OK)
     if plane_step(link, &link.am, now):
         stream_plane_closed(link)
         link.dirty = True
@@ -137,10 +141,10 @@ cdef void link_step(Link* link, uint64_t now) noexcept nogil:
         get_plane_closed(link)
         link.dirty = True
     if link.closing:
-        if link.am.state != CLOSED or link.rma.state != CLOSED:
-            return
-        link.dirty = True
-    elif link.connected:
+        if not link.closed and link.am.state == CLOSED and link.rma.state == CLOSED:
+            link.dirty = True
+        return
+    if link.connected:
         stream_prove(link, now)
         get_trial(link, now)
         stream_pump(link)
@@ -175,7 +179,7 @@ cdef void run_timers(Core* core, uint64_t now) noexcept nogil:
         next_timer(core, link.am.retry_at, now)
         next_timer(core, link.rma.retry_at, now)
         next_timer(core, link.trial_by, now)
-        next_timer(core, link.am.drain_until, now)
+        next_timer(core, link.linger_until, now)
         if not link.proven:
             next_timer(core, link.ping_at, now)
         link = link.next
@@ -202,10 +206,10 @@ cdef bint step_links(Core* core, uint64_t now) noexcept nogil:
         if link.dirty or core.n_closing > 0:
             link_step(link, now)
             again = again or link.dirty
-        if link.closed:
+        if link.closed and link.am.state == CLOSED and link.rma.state == CLOSED:
+            prune_remotes(link)
             place[0] = link.next
             core.links[link.slot] = NULL
-            pthread_cond_broadcast(&core.idle)
             link_unref(link)
         else:
             place = &link.next
@@ -265,12 +269,23 @@ cdef void nap(Core* core, uint64_t now) noexcept nogil:
     read(core.wake_fd, &drained, sizeof(drained))
 
 
+cdef bint all_closed(Core* core) noexcept nogil:
+    """Have every link close; True when all have."""
+    cdef Link* link = core.first_link
+    cdef bint closed = True
+    while link != NULL:
+        link.closing = True
+        link.dirty = True
+        closed = closed and link.closed
+        link = link.next
+    return closed
+
+
 cdef void* service_main(void* arg) noexcept nogil:
     cdef Core* core = <Core*>arg
     cdef uint64_t now
     cdef int rounds
     cdef bint moved, again
-    cdef Link* link
     core_lock(core)
     while True:
         rounds = 0
@@ -281,14 +296,8 @@ cdef void* service_main(void* arg) noexcept nogil:
         now = now_ns()
         run_timers(core, now)
         again = step_links(core, now)
-        if core.stop:
-            link = core.first_link
-            if link == NULL:
-                break
-            while link != NULL:
-                link.closing = True
-                link.dirty = True
-                link = link.next
+        if core.stop and all_closed(core):
+            break
         if moved or again or not arm(core):
             core_unlock(core)
             core_lock(core)

@@ -5,14 +5,16 @@ Over active messages, all of them answered natively:
 ========  ==================  ======================================================================
 REQUEST   puller to owner     cache, generation, tensors, slot or blocks, and the byte to begin at
 BLOCKS    puller to owner     further block numbers of a long request
-DATA      owner to puller     bytes at one offset of the stream, and how many bytes are confirmed
-END       owner to puller     the last confirmation, or why there will be no more
+DATA      owner to puller     bytes at one offset of the stream
+END       owner to puller     why there will be no more
 CANCEL    puller to owner     forget a request
 PING/PONG both                the data plane works in both directions
 ========  ==================  ======================================================================
 
-A byte is *confirmed* when the send that read it is over and the cache was still registered then;
-the puller believes nothing beyond.  Every message begins with the receiving link's slot and token.
+The owner copies what it sends into buffers of its own, with the lock held and the cache registered:
+so what arrives is what the cache held, unregistering never waits for a peer that does not read, and
+a message that UCX cannot take back refers to nobody's memory.  (Sending from where the bytes lie was
+not measurably faster.)  Every message begins with the receiving link's slot and token.
 
 All functions want the engine's lock to be held.
 """
@@ -36,7 +38,6 @@ from ucxkv.core cimport (
     ST_SUCCESS,
     STREAM_CHUNK,
     STREAM_WINDOW,
-    ZERO_COPY_MIN,
     CacheMem,
     Core,
     Link,
@@ -95,6 +96,7 @@ cdef enum:
     AM_END = 6
     AM_CANCEL = 7
     PING_AGAIN_NS = 200000000
+    ENTITLED = 2 * STREAM_CHUNK
     # Requests that a puller has open at one owner: the others wait for their turn.
     MAX_REQUESTS = 512
     # Block numbers that one link's requests may hold at the owner (64 MiB of them).
@@ -130,7 +132,6 @@ cdef struct Blocks:
 cdef struct Data:
     Head head
     uint64_t offset
-    uint64_t confirmed
 
 
 # --- sending -------------------------------------------------------------------------------------
@@ -144,32 +145,17 @@ cdef void on_sent(void* request, ucs_status_t status, void* user_data) noexcept 
         ucp_request_free(request)
     link.am.outstanding -= 1
     link.dirty = True
-    if op.cache != NULL:
-        op.cache.sends -= 1
-        if op.cache.retiring and op.cache.sends == 0:
-            pthread_cond_broadcast(&core.idle)
     if status != UCS_OK and status != UCS_ERR_CANCELED:
         plane_fail(link, &link.am, status)
     if core.starved and op.buffer != NULL:
         core.starved = False
         mark_all(core)
-    if serve == NULL:
-        send_free(core, op)
-        return
-    link.stream_bytes -= op.length
-    serve.outstanding -= 1
-    op.done = True
-    if status != UCS_OK:
-        end_serve(serve, ST_RETRY)
-    while serve.first != NULL and serve.first.done:
-        op = serve.first
-        # What was sent after the cache had gone is never confirmed.
-        if serve.cache != NULL and serve.confirmed < op.end:
-            serve.confirmed = op.end
-        serve.first = op.next
-        if serve.first == NULL:
-            serve.last = NULL
-        send_free(core, op)
+    if serve != NULL:
+        link.stream_bytes -= op.length
+        serve.outstanding -= 1
+        if serve.orphan and serve.outstanding == 0:
+            free(serve)
+    send_free(core, op)
 
 
 cdef void mark_all(Core* core) noexcept nogil:
@@ -206,17 +192,16 @@ cdef inline void fill_head(Head* head, const Link* link, uint64_t transfer) noex
     head.transfer = transfer
 
 
-cdef bint send_head(Link* link, unsigned int am, uint64_t transfer, uint32_t status,
-                    uint64_t confirmed) noexcept nogil:
+cdef bint send_head(Link* link, unsigned int am, uint64_t transfer,
+                    uint32_t status) noexcept nogil:
     cdef SendOp* op = send_new(link.core)
-    cdef Data* data
+    cdef Head* head
     if op == NULL:
         return False
-    data = <Data*>op.header
-    fill_head(&data.head, link, transfer)
-    data.head.status = status
-    data.confirmed = confirmed
-    op.header_length = sizeof(Data)
+    head = <Head*>op.header
+    fill_head(head, link, transfer)
+    head.status = status
+    op.header_length = sizeof(Head)
     send(link, am, op, NULL, 0)
     return True
 
@@ -230,10 +215,8 @@ cdef bint send_request(Link* link, Transfer* t) noexcept nogil:
     cdef uint64_t done, count
     if op == NULL:
         return False
-    # Whatever of an earlier attempt was not confirmed comes again.
     transfer_renumber(t)
     t.received = t.good
-    t.confirmed = t.good
     cursor_seek(&t.dst_cursor, &t.dst_geo, t.good)
     t.requested = True
     request = <Request*>op.header
@@ -297,11 +280,7 @@ cdef void pump_requests(Link* link) noexcept nogil:
 cdef void pump_cancels(Link* link) noexcept nogil:
     while link.n_cancels > 0:
         link.n_cancels -= 1
-        send_head(link, AM_CANCEL, link.cancels[link.n_cancels], 0, 0)
-
-
-cdef void believe(Transfer* t) noexcept nogil:
-    transfer_advance(t, t.received if t.received < t.confirmed else t.confirmed)
+        send_head(link, AM_CANCEL, link.cancels[link.n_cancels], 0)
 
 
 cdef ucs_status_t on_data(void* arg, const void* header, size_t header_length, void* data,
@@ -328,33 +307,26 @@ cdef ucs_status_t on_data(void* arg, const void* header, size_t header_length, v
         t.spans += 1
         source += run
         length -= run
-    if message.confirmed > t.confirmed:
-        t.confirmed = message.confirmed
-    believe(t)
+    transfer_advance(t, t.received)
     return UCS_OK
 
 
 cdef ucs_status_t on_end(void* arg, const void* header, size_t header_length, void* data,
                          size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const Data* message = <const Data*>header
-    cdef Link* link = addressed(<Core*>arg, &message.head, header_length, sizeof(Data), param)
+    cdef const Head* head = <const Head*>header
+    cdef Link* link = addressed(<Core*>arg, head, header_length, sizeof(Head), param)
     cdef Transfer* t
     if link == NULL:
         return UCS_OK
-    t = transfer_find(link.core, link, message.head.transfer)
+    t = transfer_find(link.core, link, head.transfer)
     if t == NULL or t.path != PATH_STREAM or not t.requested:
         return UCS_OK
-    if message.confirmed > t.confirmed:
-        t.confirmed = message.confirmed
-    believe(t)
-    if t.state != RUNNING or message.head.status == ST_SUCCESS:
-        return UCS_OK
     t.requested = False
-    if message.head.status == ST_RETRY:
+    if head.status == ST_RETRY:
         link.dirty = True
-    elif message.head.status == ST_CACHE_NOT_EXIST:
+    elif head.status == ST_CACHE_NOT_EXIST:
         transfer_end(t, ST_CACHE_NOT_EXIST, UCS_OK, b"its owner has unregistered it")
-    elif message.head.status == ST_PARAM_INVALID:
+    elif head.status == ST_PARAM_INVALID:
         transfer_end(t, ST_FAILED, UCS_OK, b"the owner refuses the request as out of range")
     else:
         transfer_end(t, ST_FAILED, UCS_OK, b"the owner could not serve the request")
@@ -447,8 +419,6 @@ cdef ucs_status_t on_request(void* arg, const void* header, size_t header_length
         link.blocks_held += r.n_blocks if r.has_blocks else 0
         serve.total = geometry_bytes(&serve.geo)
         serve.offset = r.start
-        serve.confirmed = r.start
-        serve.confirmed_sent = r.start
         cursor_seek(&serve.cursor, &serve.geo, r.start)
         if r.has_blocks and not take_blocks(serve, 0, <const uint32_t*>data,
                                             length // sizeof(uint32_t)):
@@ -490,12 +460,12 @@ cdef ucs_status_t on_blocks(void* arg, const void* header, size_t header_length,
 
 cdef ucs_status_t on_cancel(void* arg, const void* header, size_t header_length, void* data,
                             size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const Data* message = <const Data*>header
-    cdef Link* link = addressed(<Core*>arg, &message.head, header_length, sizeof(Data), param)
+    cdef const Head* head = <const Head*>header
+    cdef Link* link = addressed(<Core*>arg, head, header_length, sizeof(Head), param)
     cdef Serve* serve
     if link == NULL:
         return UCS_OK
-    serve = find_serve(link, message.head.transfer)
+    serve = find_serve(link, head.transfer)
     if serve != NULL:
         # Success here only means that there is nothing to tell the puller.
         end_serve(serve, ST_SUCCESS)
@@ -506,75 +476,50 @@ cdef bint send_chunk(Link* link, Serve* serve) noexcept nogil:
     """Send the next piece of one request; False if there is no room for it now."""
     cdef SendOp* op
     cdef Data* data
-    cdef uint64_t source = 0, run, length
+    cdef uint64_t source = 0, run, length = 0
     cdef uint8_t* fill
-    cdef const void* payload
-    run = cursor_run(&serve.cursor, &serve.geo, STREAM_CHUNK, &source)
     op = send_new(link.core)
     if op == NULL:
         return False
-    if run >= ZERO_COPY_MIN:
-        length = run
-        payload = <const void*>source
-        op.cache = serve.cache
-        op.cache.sends += 1
+    # Some buffers are every link's own, lest peers that do not read starve the others.
+    op.buffer = pack_take(link.core, link.stream_bytes < ENTITLED)
+    if op.buffer == NULL:
+        send_free(link.core, op)
+        link.core.starved = True
+        return False
+    fill = <uint8_t*>op.buffer
+    run = cursor_run(&serve.cursor, &serve.geo, STREAM_CHUNK, &source)
+    while run > 0:
+        memcpy(fill + length, <const void*>source, run)
+        length += run
         cursor_advance(&serve.cursor, &serve.geo, run)
-    else:
-        op.buffer = pack_take(link.core)
-        if op.buffer == NULL:
-            send_free(link.core, op)
-            link.core.starved = True
-            return False
-        fill = <uint8_t*>op.buffer
-        length = 0
-        while run > 0:
-            memcpy(fill + length, <const void*>source, run)
-            length += run
-            cursor_advance(&serve.cursor, &serve.geo, run)
-            run = cursor_run(&serve.cursor, &serve.geo, STREAM_CHUNK - length, &source)
-        payload = fill
-        # Packed bytes were read while the cache was registered: nothing more to wait for.
-        if serve.confirmed == serve.offset:
-            serve.confirmed += length
+        run = cursor_run(&serve.cursor, &serve.geo, STREAM_CHUNK - length, &source)
     data = <Data*>op.header
     fill_head(&data.head, link, serve.transfer)
     data.offset = serve.offset
-    data.confirmed = serve.confirmed
-    serve.confirmed_sent = serve.confirmed
     op.header_length = sizeof(Data)
     op.serve = serve
     op.length = length
     serve.offset += length
-    op.end = serve.offset
-    if serve.last != NULL:
-        serve.last.next = op
-    else:
-        serve.first = op
-    serve.last = op
     serve.outstanding += 1
     link.stream_bytes += length
     link.bytes_served += length
-    send(link, AM_DATA, op, payload, length)
+    send(link, AM_DATA, op, fill, length)
     return True
 
 
 cdef bint serve_over(Link* link, Serve* serve) noexcept nogil:
-    """Send the closing message when it is due; True if `serve` can be freed."""
-    if serve.ended:
-        if serve.status != ST_SUCCESS:
-            if not send_head(link, AM_END, serve.transfer, serve.status, serve.confirmed):
-                return False
-            serve.status = ST_SUCCESS
-        return serve.outstanding == 0
-    if serve.offset == serve.total and serve.confirmed == serve.total:
-        if serve.confirmed_sent != serve.total:
-            if not send_head(link, AM_END, serve.transfer, ST_SUCCESS, serve.confirmed):
-                return False
-            serve.confirmed_sent = serve.total
-        # Nothing reads the cache any more, though packed bytes may still be on their way.
+    """Say why a request ended early; True if `serve` can be freed."""
+    if not serve.ended and serve.offset == serve.total:
         end_serve(serve, ST_SUCCESS)
-        return serve.outstanding == 0
-    return False
+    if not serve.ended:
+        return False
+    if serve.status != ST_SUCCESS:
+        if not send_head(link, AM_END, serve.transfer, serve.status):
+            return False
+        serve.status = ST_SUCCESS
+    # Should the endpoint break before its last bytes have left, the puller has to be told.
+    return serve.outstanding == 0
 
 
 cdef void free_serve(Link* link, Serve** place) noexcept nogil:
@@ -586,7 +531,10 @@ cdef void free_serve(Link* link, Serve** place) noexcept nogil:
     if serve.blocks != NULL:
         link.blocks_held -= serve.geo.n_blocks
     free(serve.blocks)
-    free(serve)
+    if serve.outstanding > 0:
+        serve.orphan = True
+    else:
+        free(serve)
 
 
 cdef void pump_serves(Link* link) noexcept nogil:
@@ -642,8 +590,8 @@ cdef Link* addressed(Core* core, const Head* head, size_t header_length, size_t 
 
 cdef ucs_status_t on_ping(void* arg, const void* header, size_t header_length, void* data,
                           size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const Data* message = <const Data*>header
-    cdef Link* link = addressed(<Core*>arg, &message.head, header_length, sizeof(Data), param)
+    cdef Link* link = addressed(<Core*>arg, <const Head*>header, header_length, sizeof(Head),
+                                param)
     if link != NULL:
         link.pong_due = True
         link.dirty = True
@@ -652,8 +600,8 @@ cdef ucs_status_t on_ping(void* arg, const void* header, size_t header_length, v
 
 cdef ucs_status_t on_pong(void* arg, const void* header, size_t header_length, void* data,
                           size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const Data* message = <const Data*>header
-    cdef Link* link = addressed(<Core*>arg, &message.head, header_length, sizeof(Data), param)
+    cdef Link* link = addressed(<Core*>arg, <const Head*>header, header_length, sizeof(Head),
+                                param)
     if link != NULL and not link.proven and link.am.state == OPEN and not link.am.failed:
         link.proven = True
         link.ever_proven = True
@@ -699,11 +647,11 @@ cdef void stream_prove(Link* link, uint64_t now) noexcept nogil:
         return
     if link.pong_due:
         link.pong_due = False
-        send_head(link, AM_PONG, 0, 0, 0)
+        send_head(link, AM_PONG, 0, 0)
     if not link.proven and now >= link.ping_at:
         link.ping_at = now + PING_AGAIN_NS
         core_timer(link.core, link.ping_at, True)
-        send_head(link, AM_PING, 0, 0, 0)
+        send_head(link, AM_PING, 0, 0)
 
 
 cdef void stream_pump(Link* link) noexcept nogil:
@@ -726,13 +674,15 @@ cdef void stream_plane_closed(Link* link) noexcept nogil:
             t.requested = False
         t = t.link_next
     while serve != NULL:
-        if not serve.ended:
-            end_serve(serve, ST_RETRY)
+        # A request that was answered to its end may have lost its last messages too.
+        if serve.status == ST_SUCCESS:
+            serve.status = ST_RETRY
+        end_serve(serve, ST_RETRY)
         serve = serve.next
 
 
 cdef void stream_drop_serves(Link* link) noexcept nogil:
-    """Forget the peer's requests; their sends must be over."""
+    """Forget the peer's requests."""
     while link.serves != NULL:
         end_serve(link.serves, ST_SUCCESS)
         free_serve(link, &link.serves)

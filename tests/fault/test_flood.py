@@ -14,6 +14,7 @@ import pytest
 from children import actions, serving
 from harness import Peer, Proxy, Sample, rounds, wait_until
 
+SECRET = {"secret": "open sesame"}
 CONNECTIONS = rounds(10_000)
 
 
@@ -27,10 +28,13 @@ class Besieged:
 
 @pytest.fixture(scope="module")
 def besieged() -> Iterator[Besieged]:
-    """A linked pair, and the bytes with which the puller introduced itself."""
+    """A linked pair, and the bytes with which the puller introduced itself.
+
+    They share a secret: without one, a hello with some other bits is as good as any.
+    """
     with (
-        Peer(1, name="owner") as owner,
-        Peer(2, name="puller", listen=False) as puller,
+        Peer(1, name="owner", options=SECRET) as owner,
+        Peer(2, name="puller", listen=False, options=SECRET) as puller,
     ):
         assert owner.address
         with Proxy(owner.address) as proxy:
@@ -126,7 +130,7 @@ def test_flood(besieged: Besieged) -> None:
     # Strangers must not fill the log either.
     assert len(owner.call(actions.log_lines)) < 1000
     # The door is open to friends again.
-    with Peer(3, name="friend", listen=False) as friend:
+    with Peer(3, name="friend", listen=False, options=SECRET) as friend:
         friend.link(owner)
 
 

@@ -72,6 +72,8 @@ def run(code: str, *options: str, **env: str) -> subprocess.CompletedProcess[str
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return subprocess.run(
         [sys.executable, *options, "-c", code],
+        # -c puts the working directory first, and the source tree may have no extensions in it.
+        cwd="/",
         env={**names, "PYTHONPATH": path, **env},
         capture_output=True,
         text=True,

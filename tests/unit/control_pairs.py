@@ -174,6 +174,11 @@ class Proxy:
         self._cut = True
         eventually(lambda: not self._cut)
 
+    def hold(self) -> None:
+        """Pass nothing on until `held` is set to False."""
+        self.held = True
+        time.sleep(0.02)
+
     def close_door(self) -> None:
         """Refuse new connections from now on."""
         self._server.close()

@@ -26,7 +26,7 @@ def two() -> Iterator[tuple[Member, Member]]:
 
 
 def test_registered_before_and_after(two: tuple[Member, Member]) -> None:
-    owner, puller = two
+    _, puller = two
     with Member(3) as other:
         before = other.register(tensors=5)
         puller.link(other)
@@ -94,8 +94,7 @@ def test_the_owner_does_not_answer(two: tuple[Member, Member]) -> None:
     owner, _ = two
     with Member(3) as puller, Proxy(owner.address) as proxy:
         puller.link(owner.cluster(proxy.address))
-        proxy.held = True
-        time.sleep(0.02)
+        proxy.hold()
         began = time.monotonic()
         with pytest.raises(LlmTimeout, match="cluster 1"):
             puller.resolve(owner, 10**9, seconds=0.2)
@@ -227,7 +226,7 @@ def test_messages_out_of_place(two: tuple[Member, Member]) -> None:
     connection = puller.to(owner)._connection
     assert connection
     # Harmless ones first: confirmations that nobody asked for.
-    for message in (wire.Retired(5), wire.Synced(99), wire.Retire(77), wire.Ready(), attach):
+    for message in (wire.Retired(5), wire.Synced(0), wire.Retire(77), wire.Ready(), attach):
         puller.table.loop.call_soon_threadsafe(connection.send, message)
     eventually(lambda: owner.state(puller) == "down")
     assert "attachment" in owner.to(puller).error
