@@ -34,7 +34,8 @@ class BuildExtensions(build_ext):
         translated = cythonize(
             self.extensions,
             include_path=["pyx"],
-            build_dir="build/cython",
+            # Cython's coverage plugin looks for the .c beside the .pyx.
+            build_dir=None if coverage else "build/cython",
             nthreads=2,
             force=self.force,
             compiler_directives={

@@ -18,11 +18,12 @@ cdef struct Cursor:
     uint32_t tensor             # counted from Geometry.first
     uint64_t index              # position in the block list
     uint64_t done               # bytes of that block already passed
+    uint64_t run                # contiguous bytes from here on, 0 where not yet known
 
 
 cdef uint64_t geometry_tensor_bytes(const Geometry* g) noexcept nogil
 cdef uint64_t geometry_bytes(const Geometry* g) noexcept nogil
 cdef void cursor_seek(Cursor* c, const Geometry* g, uint64_t offset) noexcept nogil
-cdef uint64_t cursor_run(const Cursor* c, const Geometry* g, uint64_t limit,
+cdef uint64_t cursor_run(Cursor* c, const Geometry* g, uint64_t limit,
                          uint64_t* addr) noexcept nogil
 cdef void cursor_advance(Cursor* c, const Geometry* g, uint64_t length) noexcept nogil

@@ -22,6 +22,7 @@ cdef uint64_t geometry_bytes(const Geometry* g) noexcept nogil:
 cdef void cursor_seek(Cursor* c, const Geometry* g, uint64_t offset) noexcept nogil:
     """Put `c` at byte `offset` of the stream; the end of the stream is a valid position."""
     cdef uint64_t per_tensor = geometry_tensor_bytes(g)
+    c.run = 0
     if per_tensor == 0:
         c.tensor = g.count
         c.index = 0
@@ -37,27 +38,30 @@ cdef inline uint64_t block_at(const Geometry* g, uint64_t index) noexcept nogil:
     return g.blocks[index] if g.blocks != NULL else g.block
 
 
-cdef uint64_t cursor_run(const Cursor* c, const Geometry* g, uint64_t limit,
+cdef uint64_t cursor_run(Cursor* c, const Geometry* g, uint64_t limit,
                          uint64_t* addr) noexcept nogil:
     """Length (at most `limit`) and address of the contiguous bytes at `c`; 0 at the end."""
-    cdef uint64_t length, index, block
+    cdef uint64_t index, block
     if c.tensor >= g.count:
         return 0
     block = block_at(g, c.index)
     addr[0] = g.addrs[g.first + c.tensor] + block * g.stride + c.done
-    length = g.block_len - c.done
-    if g.block_len == g.stride:
-        index = c.index + 1
-        while index < g.n_blocks and length < limit and block_at(g, index) == block + 1:
-            block += 1
-            index += 1
-            length += g.block_len
-    return length if length < limit else limit
+    if c.run == 0:
+        # Kept, so that a long run cut into many pieces is looked through only once.
+        c.run = g.block_len - c.done
+        if g.block_len == g.stride:
+            index = c.index + 1
+            while index < g.n_blocks and block_at(g, index) == block + 1:
+                block += 1
+                index += 1
+                c.run += g.block_len
+    return c.run if c.run < limit else limit
 
 
 cdef void cursor_advance(Cursor* c, const Geometry* g, uint64_t length) noexcept nogil:
-    """Move `c` by `length` bytes, at most to the end of its tensor."""
+    """Move `c` by `length` bytes, at most to the end of the run that it is in."""
     cdef uint64_t left = g.block_len - c.done
+    c.run -= length
     if length < left:
         c.done += length
         return
