@@ -270,6 +270,10 @@ def bind(host: str, port: int) -> list[socket.socket]:
     return sockets
 
 
+async def _gone(connection: Connection) -> None:
+    connection.abort()
+
+
 class Listener:
     """Accepts connections and has them served; bounds those that have not proven themselves."""
 
@@ -281,7 +285,7 @@ class Listener:
     ) -> None:
         self._control = control
         self._warn = warn
-        self._serve = serve
+        self._serve: Callable[[Connection], Awaitable[None]] = serve
         self._servers: list[asyncio.Server] = []
         self._strangers: dict[Connection, float] = {}
 
@@ -304,6 +308,8 @@ class Listener:
         self._servers.clear()
         for stranger in list(self._strangers):
             stranger.abort()
+        # Who serves has this listener: what both refer to must not wait for a collection.
+        self._serve = _gone
 
     def known(self, connection: Connection) -> None:
         """It has proven itself."""

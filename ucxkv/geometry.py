@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ucxkv.errors import ParamInvalid
+from ucxkv.spans import distinct
 from ucxkv.types import Cache, CacheIndex, DataType, KvCacheExtParam
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def check_blocks_call(
         src_cache_index, dst_cache, 0, -1, ext_param, timeout_ms, default_timeout_ms
     )
     numbers = _block_numbers(targets, "dst_blocks")
-    if np.unique(numbers).size != numbers.size:
+    if not distinct(numbers):
         raise ParamInvalid("dst_blocks names a block twice")
     if sources is not None and sources.size != targets.size:
         raise ParamInvalid(f"{sources.size} source blocks for {targets.size} destination blocks")

@@ -1,5 +1,8 @@
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 class Side:
     def __init__(
         self,
@@ -12,6 +15,7 @@ class Side:
         block: int = 0,
     ) -> None: ...
 
+def distinct(blocks: NDArray[np.uint32]) -> bool: ...
 def expand(side: Side, offset: int = 0, limit: int = ...) -> list[tuple[int, int]]: ...
 def pairs(
     source: Side, destination: Side, offset: int = 0, limit: int = ...

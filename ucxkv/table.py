@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +121,8 @@ class LinkTable:
         if waiting:
             await asyncio.wait(waiting, timeout=_FAREWELL_SECONDS)
         self.loop.remove_reader(self._native.notify_fd)
+        # Links refer to what holds them, and to the native engine, which is to go with its owner.
+        self._links.clear()
 
     def keep(self, task: asyncio.Future[Any]) -> None:
         """Hold a task of the loop until it is done, and log what it fails with."""

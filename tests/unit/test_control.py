@@ -13,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -190,6 +191,29 @@ def test_nothing_is_left() -> None:
     for _ in range(5):
         once()
     assert leftovers() == before
+
+
+def test_nothing_waits_for_a_collection() -> None:
+    """The native engine is freed with its last owner, not at some later time."""
+    gc.collect()
+    gc.disable()
+    try:
+        owner, puller = Member(1), Member(2)
+        puller.link(owner)
+        works(owner, puller)
+        with stranger(owner.address, b"GET / HTTP/1.1") as sock:
+            hears(sock)
+        with pytest.raises(LinkFailed):
+            puller.link(ClusterInfo(9, [IpInfo("127.0.0.1", 1)]))
+        engines = [weakref.ref(member.engine) for member in (owner, puller)]
+        owner.close()
+        puller.close()
+        for link in (*owner.engine.links, *puller.engine.links):
+            del link.engine
+        del owner, puller, link
+        assert [engine() for engine in engines] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_stopping_twice_and_never_started() -> None:
