@@ -410,6 +410,8 @@ def environment(path: str, more: Mapping[str, str] | None = None) -> dict[str, s
     }
     env["PYTHONDEVMODE"] = "1"
     env["PYTHONFAULTHANDLER"] = "1"
+    # Its threads come and go, with forks for instance, and are none of ours.
+    env["OPENBLAS_NUM_THREADS"] = "1"
     if path in ("stream", "emulated"):
         env["UCX_TLS"] = "tcp,self"
     elif path not in ("get", "auto"):

@@ -188,9 +188,14 @@ class ControlThread:
             # In steps, since a signal may be taken by another thread and not break the wait.
             concurrent.futures.wait([future], min(seconds, _SIGNAL_SECONDS))
 
-    def stop(self, farewell: Callable[[], Awaitable[None]], timeout: float) -> bool:
-        """Run `farewell` on the loop, end all tasks, join the thread.  True if that is done."""
-        end = time.monotonic() + timeout
+    def stop(
+        self, farewell: Callable[[], Awaitable[None]], end: Callable[[], None], timeout: float
+    ) -> bool:
+        """Run `farewell` on the loop, end all tasks, run `end`, join the thread.
+
+        True if that is done.
+        """
+        deadline = time.monotonic() + timeout
         with self._lock:
             if self._open:
                 self._open = False
@@ -198,13 +203,11 @@ class ControlThread:
                     self.loop.close()
                     return True
                 # Whatever was submitted before runs before this, and is cancelled by it.
-                self.loop.call_soon_threadsafe(
-                    lambda: self.keep(self.loop.create_task(self._finish(farewell, timeout / 2)))
-                )
+                self.loop.call_soon_threadsafe(self.spawn, self._finish(farewell, end, timeout / 2))
         if self.here:
             return False
         for thread in (self._thread, *tuple(self._helpers)):
-            thread.join(max(0.0, end - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
     # -- on the loop ----------------------------------------------------------------------------
@@ -235,7 +238,6 @@ class ControlThread:
         future: asyncio.Future[_T] = self.loop.create_future()
 
         def deliver(result: _T | None, error: BaseException | None) -> None:
-            self._helpers.discard(thread)
             if future.done():
                 return
             if error is not None:
@@ -255,11 +257,14 @@ class ControlThread:
                 self.loop.call_soon_threadsafe(deliver, result, problem)
 
         thread = threading.Thread(target=run, name="ucxkv-aside", daemon=True)
-        self._helpers.add(thread)
+        # One that has delivered may still be on its way out: `stop` joins what is alive.
+        self._helpers = {helper for helper in self._helpers if helper.is_alive()} | {thread}
         thread.start()
         return await future
 
-    async def _finish(self, farewell: Callable[[], Awaitable[None]], timeout: float) -> None:
+    async def _finish(
+        self, farewell: Callable[[], Awaitable[None]], end: Callable[[], None], timeout: float
+    ) -> None:
         try:
             await asyncio.wait_for(farewell(), timeout)
         except asyncio.TimeoutError:
@@ -270,4 +275,7 @@ class ControlThread:
                 task.cancel()
             if others:
                 await asyncio.wait(others, timeout=timeout)
+            # What the tasks closed last is closed in the loop's next round.
+            await asyncio.sleep(0)
             self.loop.stop()
+            end()

@@ -9,14 +9,14 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 from numpy.typing import NDArray
 
-from ucxkv import geometry, settings, tensors
+from ucxkv import copies, geometry, settings, tensors
 from ucxkv._load import loaded
 from ucxkv.catalogue import LocalCatalogue, LocalEntry, RemoteEntry
 from ucxkv.engine import NativeEngine, TransferHandle, monotonic_ns, silence_ucx
@@ -465,6 +465,68 @@ class LlmDataDist:
             running.options.sync_cache_wait_time_ms,
         )
         return _pull_async(running, call)
+
+    # -- copies -------------------------------------------------------------------------------
+
+    def copy_kv_cache(
+        self,
+        src_cache: Cache,
+        dst_cache: Cache,
+        src_batch_index: int = 0,
+        dst_batch_index: int = 0,
+        offset: int = 0,
+        size: int = -1,
+        ext_param: KvCacheExtParam = KvCacheExtParam(),
+    ) -> TransferReport:
+        """Copy one slot of a cache of ours into one of another, or of the same cache.
+
+        For each selected layer pair and each of its tensors, `size` bytes (-1: all up to the end of
+        the source slot) from byte `offset` of the source slot on are written to the same place of
+        the destination slot.  Of both caches only `cache_id` is read; their access is not looked
+        at.  The GIL is released meanwhile.  The report's path is "copy".
+
+        Raises, by the first check that fails: TypeError; ParamInvalid (values); KvCacheNotExist;
+        ParamInvalid (geometry, as for `pull_kv_cache`; a read-only destination; a source and a
+        destination that overlap, the slot itself included: there is no order in which they would
+        be right for every geometry).  Unregistering either cache meanwhile ends the copy at once
+        with KvCacheNotExist.
+        """
+        running = self._engine()
+        return copies.copy_slot(
+            running.catalogue,
+            src_cache,
+            dst_cache,
+            src_batch_index,
+            dst_batch_index,
+            offset,
+            size,
+            ext_param,
+        )
+
+    def copy_kv_blocks(
+        self,
+        src_cache: Cache,
+        dst_cache: Cache,
+        src_blocks: Sequence[int] | NDArray[Any] | Mapping[int, Sequence[int] | NDArray[Any]],
+        dst_blocks: Sequence[int] | NDArray[Any] | None = None,
+        ext_param: KvCacheExtParam = KvCacheExtParam(),
+    ) -> TransferReport:
+        """Copy blocks of a cache of ours into blocks of another, or of the same cache.
+
+        Block `src_blocks[i]` goes to block `dst_blocks[i]`, for every selected layer and tensor; a
+        source block may be named several times, to be copied to several places.  A mapping
+        {source block: destination blocks}, without `dst_blocks`, says the same.  Lists, blocks of
+        different sizes and empty lists are as for `pull_kv_blocks`, caches and the GIL as for
+        `copy_kv_cache`.
+
+        Raises what `copy_kv_cache` raises; ParamInvalid also for lists of unequal length, a block
+        out of range, a destination named twice, and one that is also a source (of the same cache,
+        or where caches share memory): blocks cannot be swapped or shifted in one call.
+        """
+        running = self._engine()
+        return copies.copy_blocks(
+            running.catalogue, src_cache, dst_cache, src_blocks, dst_blocks, ext_param
+        )
 
     def stats(self) -> EngineStats:
         """Totals of this engine's pulls since it was initialized, and their latency quantiles."""

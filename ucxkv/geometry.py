@@ -197,7 +197,7 @@ def _side_layers(layers: tuple[int, int], n: int, num_tensors: int, side: str) -
     return layers[0] * n, layers[1] - layers[0] + 1
 
 
-def plan(call: Call, source: RemoteEntry, target: LocalEntry) -> Plan:
+def plan(call: Call, source: RemoteEntry | LocalEntry, target: LocalEntry) -> Plan:
     """Step 6: geometry (ParamInvalid), and what it amounts to."""
     _check_slots(call, source, target)
     n = call.tensors_per_layer
@@ -223,7 +223,7 @@ def plan(call: Call, source: RemoteEntry, target: LocalEntry) -> Plan:
     return Plan(src_first, dst_first, tensors, n, length)
 
 
-def _check_slots(call: Call, source: RemoteEntry, target: LocalEntry) -> None:
+def _check_slots(call: Call, source: RemoteEntry | LocalEntry, target: LocalEntry) -> None:
     for blocks, entry, side in (
         (call.src_blocks, source, "source"),
         (call.dst_blocks, target, "destination"),
@@ -238,7 +238,7 @@ def _check_slots(call: Call, source: RemoteEntry, target: LocalEntry) -> None:
         )
 
 
-def _length(call: Call, source: RemoteEntry, target: LocalEntry) -> int:
+def _length(call: Call, source: RemoteEntry | LocalEntry, target: LocalEntry) -> int:
     """Bytes to copy to each destination slot or block."""
     if call.dst_blocks is not None and call.src_blocks is None:
         needed = call.dst_blocks.size * target.block_bytes

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
-import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ucxkv import auth, handshake, wire
+from ucxkv import handshake, wire
 from ucxkv.catalogue import LocalCatalogue
 from ucxkv.connection import Connection, ConnectionLost, Listener
 from ucxkv.control import ControlThread, Waiters, Warnings
 from ucxkv.dialling import Caller, DialFailed, Progress, Reached, reach
 from ucxkv.errors import Status
+from ucxkv.identity import Identity
 from ucxkv.links import Link
 from ucxkv.netif import endpoint
-from ucxkv.types import ClusterInfo, LinkResult, LlmRole
+from ucxkv.types import ClusterInfo, LinkResult
 from ucxkv.workers import CannotLink, Workers
 
 if TYPE_CHECKING:
@@ -62,14 +61,9 @@ class Linking:
         self,
         control: ControlThread,
         *,
-        cluster_id: int,
-        role: LlmRole,
-        secret: str | bytes | None,
-        incarnation: int,
+        identity: Identity,
         native: NativeEngine,
         workers: Workers,
-        library: str,
-        ucx_version: tuple[int, int, int],
         catalogue: LocalCatalogue,
         remote_factory: RemoteFactory | None,
     ) -> None:
@@ -83,15 +77,10 @@ class Linking:
         self._arriving: set[Link] = set()
         self.listen_address: tuple[str, int] | None = None
         self.waiters = Waiters(self.loop)
-        self._cluster_id = cluster_id
-        self._role = role
-        self._incarnation = incarnation
+        self._identity = identity
+        self._cluster_id = identity.cluster_id
         self._native = native
         self._workers = workers
-        self._library = library
-        self._ucx = ".".join(map(str, ucx_version))
-        self._key = auth.key_of(secret)
-        self._serials = itertools.count(1)
         self._dials: dict[int, _Dial] = {}
         # What is needed to dial again, by link id.
         self._routes: dict[bytes, ClusterInfo] = {}
@@ -107,6 +96,15 @@ class Linking:
         self._listener.close()
         for cluster_id in self._dials:
             self.give_up(cluster_id)
+
+    def let_go(self) -> None:
+        """Refer to the native engine no more; nothing else may be called afterwards.
+
+        Errors of tasks refer to their frames and those to the tasks, so that some of what is used
+        here is only freed by a collection, for which the engine and its descriptors must not wait.
+        """
+        self.links.clear()
+        del self._native, self._workers, self._identity
 
     def everyone(self) -> list[Link]:
         """All links, those included that may yet replace another."""
@@ -135,16 +133,7 @@ class Linking:
 
     def attachment(self, link: Link) -> wire.Attach:
         """What the peer has to know of our end of this link."""
-        native = self._native
-        return wire.Attach(
-            slot=link.native.slot,
-            token=link.native.token,
-            am_address=native.worker_address(link.worker),
-            rma_address=native.rma_address,
-            words_address=native.words_address,
-            words_rkey=native.words_rkey,
-            word0=native.word0,
-        )
+        return self._identity.attachment(link.native, link.worker)
 
     def changed(self, link: Link) -> None:
         """A link's state has changed."""
@@ -174,38 +163,15 @@ class Linking:
         if route is not None:
             self.control.spawn(self._redial(link, route))
 
-    # -- hellos and workers ---------------------------------------------------------------------
-
-    def _hello(
-        self,
-        address: str,
-        expected: int | None = None,
-        intent: int = wire.LINK,
-        link_id: bytes = b"",
-    ) -> wire.Hello:
-        return wire.Hello(
-            library=self._library,
-            ucx=self._ucx,
-            cluster_id=self._cluster_id,
-            expected=expected,
-            incarnation=self._incarnation,
-            serial=next(self._serials),
-            role=int(self._role),
-            address=address[:512],
-            nonce=secrets.token_bytes(32),
-            chunk_size=self._native.chunk_size,
-            secured=self._key is not None,
-            intent=intent,
-            link_id=link_id,
-        )
+    # -- making links ---------------------------------------------------------------------------
 
     def _caller_for(self, cluster: ClusterInfo, intent: int, link: Link | None) -> Caller:
         cluster_id = cluster.remote_cluster_id
         link_id = link.link_id if link is not None else b""
         return Caller(
             self.control,
-            self._key,
-            lambda address: self._hello(address, cluster_id, intent, link_id),
+            self._identity.key,
+            lambda address: self._identity.hello(address, cluster_id, intent, link_id),
             cluster.remote_role,
         )
 
@@ -257,7 +223,7 @@ class Linking:
         host_port = endpoint(*self.listen_address) if self.listen_address else ""
         try:
             introduction, verdict = await handshake.answer(
-                connection, lambda: self._hello(host_port), self._key
+                connection, lambda: self._identity.hello(host_port), self._identity.key
             )
         except ConnectionLost:
             connection.abort()
@@ -296,7 +262,7 @@ class Linking:
             link = self._alive(theirs)
             if link is None:
                 raise handshake.Refused(f"cluster {self._cluster_id} has no such link", wire.GONE)
-            verdict(wire.Welcome(next(self._serials)))
+            verdict(wire.Welcome(self._identity.serial()))
             if theirs.intent == wire.RESUME:
                 link.begin(connection, resumed=True)
             else:
@@ -313,7 +279,7 @@ class Linking:
         ):
             raise handshake.Refused("the clusters are linking the other way round", wire.CROSSED)
         link = self._install(introduction, connection, worker, connection.peer, theirs.serial, None)
-        verdict(wire.Welcome(next(self._serials)))
+        verdict(wire.Welcome(self._identity.serial()))
         link.begin(connection)
 
     def _alive(self, theirs: wire.Hello) -> Link | None:

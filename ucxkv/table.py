@@ -21,6 +21,7 @@ from ucxkv.errors import (
     NotYetLink,
     Status,
 )
+from ucxkv.identity import Identity
 from ucxkv.linking import Linking
 from ucxkv.links import Link
 from ucxkv.netif import endpoint
@@ -64,14 +65,17 @@ class LinkTable:
         self._native = native
         self._linking = Linking(
             self._control,
-            cluster_id=cluster_id,
-            role=role,
-            secret=options.secret,
-            incarnation=incarnation,
+            identity=Identity(
+                cluster_id=cluster_id,
+                role=role,
+                incarnation=incarnation,
+                secret=options.secret,
+                native=native,
+                library=library,
+                ucx_version=ucx_version,
+            ),
             native=native,
             workers=Workers(self._control, native, options, ucx_version),
-            library=library,
-            ucx_version=ucx_version,
             catalogue=catalogue,
             remote_factory=remote_factory,
         )
@@ -108,7 +112,7 @@ class LinkTable:
 
         Calling it again is no error.
         """
-        if not self._control.stop(self._farewell, timeout) and not self._control.here:
+        if not self._control.stop(self._farewell, self._end, timeout) and not self._control.here:
             logger.error("the control thread did not end within %g s", timeout)
 
     async def _farewell(self) -> None:
@@ -121,8 +125,10 @@ class LinkTable:
         if waiting:
             await asyncio.wait(waiting, timeout=_FAREWELL_SECONDS)
         self.loop.remove_reader(self._native.notify_fd)
-        # Links refer to what holds them, and to the native engine, which is to go with its owner.
-        self._links.clear()
+
+    def _end(self) -> None:
+        self._linking.let_go()
+        del self._native
 
     def keep(self, task: asyncio.Future[Any]) -> None:
         """Hold a task of the loop until it is done, and log what it fails with."""

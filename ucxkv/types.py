@@ -160,7 +160,10 @@ class LinkInfo:
 
 @dataclass(frozen=True)
 class TransferReport:
-    """What a transfer has moved: bytes, seconds, the path ("get" or "stream") and its spans."""
+    """What a transfer has moved: bytes, seconds, its path and its spans.
+
+    The path is "get" or "stream", or "copy" within one engine.
+    """
 
     bytes: int
     seconds: float

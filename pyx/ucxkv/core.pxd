@@ -189,7 +189,7 @@ cdef struct CacheMem:
     bint writable               # may be pulled into
     bint retiring
     bint retired
-    uint32_t pulls              # transfers into it
+    uint32_t pulls              # transfers into it, and copies into or from it
     uint32_t serves             # requests that read it
 
 

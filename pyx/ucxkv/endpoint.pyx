@@ -52,6 +52,7 @@ from ucxkv.ucp cimport (
     ucp_ep_create,
     ucp_ep_h,
     ucp_ep_params_t,
+    ucp_get_version,
     ucp_request_check_status,
     ucp_request_free,
     ucp_request_param_t,
@@ -85,6 +86,9 @@ ctypedef ucs_status_t (*ep_query_t)(ucp_ep_h, ucp_ep_attr_t*) noexcept nogil
 cdef enum:
     BACKOFF_FIRST_NS = 1000000
     BACKOFF_MAX_NS = 250000000
+
+
+TRANSPORTS_SINCE = (1, 14)
 
 
 cdef void on_am_error(void* arg, ucp_ep_h ep, ucs_status_t status) noexcept nogil:
@@ -418,7 +422,11 @@ cdef class NativeLink:
     @property
     def transports(self):
         """Names of the UCX transports in use, e.g. ("tcp/lo", "cma/memory")."""
-        # UCX has it from 1.14 on, so it cannot be linked.
+        cdef unsigned int major, minor, patch
+        ucp_get_version(&major, &minor, &patch)
+        if (major, minor) < TRANSPORTS_SINCE:
+            return ()
+        # Older releases lack the function or this field of it, so it cannot be linked.
         cdef void* query = dlsym(dlopen(NULL, RTLD_LAZY), "ucp_ep_query")
         if query == NULL:
             return ()

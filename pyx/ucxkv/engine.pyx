@@ -6,7 +6,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
-from posix.unistd cimport getpid, write
+from posix.unistd cimport close, getpid, write
 
 from ucxkv.context cimport check, worker_close, worker_open
 from ucxkv.core cimport (
@@ -243,6 +243,12 @@ cdef class NativeEngine:
         core.thread_running = False
         with nogil:
             end_waiting(core)
+            core_lock(core)
+            close(core.wake_fd)
+            close(core.notify_fd)
+            core.wake_fd = -1
+            core.notify_fd = -1
+            core_unlock(core)
             for i in range(core.n_am):
                 worker_close(&core.am[i])
             core.n_am = 0
@@ -637,7 +643,7 @@ cdef bint wait_until(Core* core, Transfer* t, int64_t layer, uint64_t end) noexc
     cdef timespec ts
     while not reached(t, layer):
         if t.path == PATH_GET and t.state != WAITING:
-            drive(core, t, layer)
+            drive(core, t, layer, end)
             if reached(t, layer):
                 return True
         now = now_ns()
@@ -660,11 +666,11 @@ cdef bint wait_until(Core* core, Transfer* t, int64_t layer, uint64_t end) noexc
     return True
 
 
-cdef void drive(Core* core, Transfer* t, int64_t layer) noexcept nogil:
-    """Progress the RMA worker for as long as that moves something."""
+cdef void drive(Core* core, Transfer* t, int64_t layer, uint64_t end) noexcept nogil:
+    """Progress the RMA worker for as long as that moves something, until `end` at the latest."""
     cdef bint moved = True
-    cdef uint64_t now
-    while moved and not reached(t, layer):
+    cdef uint64_t now = 0
+    while moved and not reached(t, layer) and now < end:
         core_lock(core)
         moved = False
         if t.state != DONE and t.link != NULL:
@@ -674,6 +680,6 @@ cdef void drive(Core* core, Transfer* t, int64_t layer) noexcept nogil:
             if t.state != DONE and t.link.dirty:
                 link_step(t.link, now)
                 moved = True
-            if not moved:
+            if not moved or now >= end:
                 core_wake(core)
         core_unlock(core)

@@ -144,6 +144,7 @@ cdef extern from "ucp/api/ucp.h" nogil:
     void ucp_cleanup(ucp_context_h context)
     void ucp_context_print_info(ucp_context_h context, FILE* stream)
     const char* ucp_get_version_string()
+    void ucp_get_version(unsigned int* major, unsigned int* minor, unsigned int* release)
 
     ucs_status_t ucp_worker_create(ucp_context_h context, const ucp_worker_params_t* params,
                                    ucp_worker_h* worker_p)

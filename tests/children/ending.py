@@ -70,7 +70,10 @@ def context_manager(ctx: Context) -> dict[str, Any]:
     with ucxkv.LlmDataDist(1, options=ucxkv.Options(listen="127.0.0.1:0")) as engine:
         inside = engine.listen_address
     after = calls_on(ctx, engine)["register"]
-    return {"inside": inside, "after": after}
+    engine.initialize()
+    again = engine.listen_address
+    engine.finalize()
+    return {"inside": inside, "after": after, "again": again}
 
 
 def drop_engine(ctx: Context, address: tuple[str, int]) -> dict[str, Any]:

@@ -32,12 +32,3 @@ def test_fork(pair: tuple[Peer, Peer], way: str) -> None:
     assert [peer.sample().threads for peer in pair] == threads
     for peer in pair:
         peer.call(actions.drop_cache, "kv")
-
-
-def test_an_engine_of_its_own(pair: tuple[Peer, Peer]) -> None:
-    """Two processes by fork after initialize cannot share an engine, but spawned ones each have
-    theirs: the error says what to do instead."""
-    _, puller = pair
-    said, code = puller.call(forking.fork, "exit", 1, 1)
-    assert code == 0
-    assert any("spawn" in message or "process" in message for _, _, message in said), said

@@ -198,7 +198,7 @@ def test_restarted(three: Three) -> None:
         dialler.link(again)
         both_up(dialler, again)
         assert old.closed
-        assert dialler.to(again).incarnation == again.table._linking._incarnation
+        assert dialler.to(again).incarnation == again.table._linking._identity.incarnation
 
 
 def test_restarted_dialler() -> None:
@@ -247,7 +247,7 @@ def test_an_impostor_does_not_replace_the_living(three: Three) -> None:
         with pytest.raises(LinkFailed):
             impostor.link(listener, timeout_ms=200)
         assert listener.to(dialler).up
-        assert listener.to(dialler).incarnation == dialler.table._linking._incarnation
+        assert listener.to(dialler).incarnation == dialler.table._linking._identity.incarnation
 
 
 def test_link_while_reconnecting(three: Three, monkeypatch: pytest.MonkeyPatch) -> None:

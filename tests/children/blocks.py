@@ -1,0 +1,283 @@
+"""Pulls of blocks in the children: random cases, arguments of any type, and memory at its peak."""
+
+from __future__ import annotations
+
+import array
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import model
+from children import actions
+from model import Case
+
+if TYPE_CHECKING:
+    from child import Context
+
+
+@dataclass
+class BlockCase:
+    """A pull of blocks: the caches and layers of `case`, and the lists that replace its slots.
+
+    Without `src_blocks` the source is the continuous slot of `case.src`.
+    """
+
+    case: Case
+    src_blocks: list[int] | None
+    dst_blocks: list[int]
+    src_kind: str
+    dst_kind: str
+    twin: bool
+
+    @property
+    def length(self) -> int:
+        """Bytes of each block that are written."""
+        if self.src_blocks is None:
+            return self.case.dst.slot_bytes
+        return self.case.src.slot_bytes
+
+    @property
+    def moved(self) -> int:
+        return len(self.case.pairs()) * len(self.dst_blocks) * self.length
+
+
+def as_kind(numbers: list[int], kind: str) -> Any:
+    """The list as a sequence or an array of some kind."""
+    if kind == "list":
+        return list(numbers)
+    if kind == "tuple":
+        return tuple(numbers)
+    if kind == "scalars":
+        return [np.int16(number) for number in numbers]
+    if kind == "range":
+        step = (numbers[1] - numbers[0] if len(numbers) > 1 else 1) or 1
+        guess = range(numbers[0], numbers[0] + len(numbers) * step, step) if numbers else range(0)
+        return guess if list(guess) == numbers else numbers
+    if kind == "array.array":
+        return array.array("i", numbers)
+    if kind == "memoryview":
+        return memoryview(np.array(numbers, np.int32))
+    if kind == "strided":
+        return np.repeat(np.array(numbers, np.int64), 3)[1::3]
+    if kind == "backwards":
+        return np.array(numbers[::-1], np.uint16)[::-1]
+    if kind == "column":
+        return np.array([numbers, numbers], np.uint32).T[:, 1]
+    if kind == "readonly":
+        made = np.array(numbers, np.uint32)
+        made.flags.writeable = False
+        return made
+    if kind == "unaligned":
+        raw = np.zeros(4 * len(numbers) + 1, np.uint8)[1:]
+        view = raw.view(np.uint32)
+        view[:] = numbers
+        return view
+    return np.array(numbers, np.dtype(kind))
+
+
+def model_pull(case: BlockCase, destination: list[model.Bytes]) -> None:
+    """Do to `destination` what the pull must do."""
+    src, dst = case.case.src, case.case.dst
+    length = case.length
+    for one, other in case.case.pairs():
+        seed = model.source_seed(case.case, one)
+        whole = model.pattern(seed, 0, src.nbytes)
+        for place, block in enumerate(case.dst_blocks):
+            if case.src_blocks is None:
+                start = src.slot * src.slot_bytes + place * length
+            else:
+                start = case.src_blocks[place] * src.slot_bytes
+            target = block * dst.slot_bytes
+            destination[other][target : target + length] = whole[start : start + length]
+
+
+def run_cases(
+    ctx: Context, cluster_id: int, cases: Sequence[BlockCase], cache_ids: Sequence[int], path: str
+) -> list[str]:
+    problems = []
+    for case, cache_id in zip(cases, cache_ids, strict=True):
+        problem = run_case(ctx, cluster_id, case, cache_id, path)
+        if problem:
+            problems.append(f"{problem}: {case}")
+    return problems
+
+
+def run_case(ctx: Context, cluster_id: int, case: BlockCase, cache_id: int, path: str) -> str:
+    import ucxkv
+
+    side = case.case.dst
+    arena = model.arena_for(case.case, side, 1)
+    for tensor, raw in enumerate(arena.raws()):
+        model.fill(raw, -1 - tensor)
+    expected = arena.buffer.copy()
+    model_pull(case, [expected[offset : offset + arena.nbytes] for offset in arena.offsets])
+    cache = actions.register_arena(
+        ctx,
+        arena,
+        actions.case_shape(side),
+        side.data_type,
+        access="",
+        by_address=side.by_address,
+    )
+    sources = None if case.src_blocks is None else as_kind(case.src_blocks, case.src_kind)
+    arguments = (
+        ucxkv.CacheIndex(cluster_id, cache_id, case.case.src.slot),
+        cache,
+        sources,
+        as_kind(case.dst_blocks, case.dst_kind),
+        ucxkv.KvCacheExtParam(case.case.src.layers, side.layers, case.case.per_layer),
+    )
+    try:
+        if case.twin:
+            report = ctx.engine.pull_kv_blocks_async(*arguments, timeout_ms=10000).result(15)
+        else:
+            report = ctx.engine.pull_kv_blocks(*arguments, timeout_ms=10000)
+    except (ucxkv.LlmError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        ctx.engine.unregister_kv_cache(cache.cache_id)
+    if not np.array_equal(arena.buffer, expected):
+        where = int(np.flatnonzero(arena.buffer != expected)[0])
+        count = int((arena.buffer != expected).sum())
+        return f"{count} wrong bytes, the first at {where} of {arena.offsets}"
+    if report.bytes != case.moved:
+        return f"reported {report.bytes} bytes instead of {case.moved}"
+    if report.path != path:
+        return f"took path {report.path}"
+    if bool(report.spans) != bool(case.moved):
+        return f"reported {report.spans} spans"
+    return ""
+
+
+def raw_pull(ctx: Context, fields: dict[str, Any], twin: bool = False) -> actions.Outcome:
+    """A pull of blocks whose arguments may be of any type (see actions.raw_pull)."""
+    import ucxkv
+
+    def run() -> Any:
+        index = fields.get("index") or ucxkv.CacheIndex(
+            fields["cluster_id"], fields["src_id"], fields["src_slot"]
+        )
+        if "cache" in fields:
+            cache = fields["cache"]
+        elif "dst_id" in fields:
+            cache = ucxkv.Cache(cache_id=fields["dst_id"])
+        else:
+            cache = ctx.caches[fields["dst"]]
+        ext = fields.get("ext") or ucxkv.KvCacheExtParam(
+            fields["src_layers"], fields["dst_layers"], fields["per_layer"]
+        )
+        args = (index, cache, fields["src_blocks"], fields["dst_blocks"], ext)
+        if twin:
+            transfer = ctx.engine.pull_kv_blocks_async(*args, timeout_ms=fields["timeout_ms"])
+            return transfer.result(30)
+        return ctx.engine.pull_kv_blocks(*args, timeout_ms=fields["timeout_ms"])
+
+    return actions.attempt(run)
+
+
+def raw_pulls(
+    ctx: Context, calls: Sequence[dict[str, Any]], twin: bool = False
+) -> list[actions.Outcome]:
+    return [raw_pull(ctx, fields, twin) for fields in calls]
+
+
+# Many blocks
+
+
+def block_bytes(ctx: Context, name: str) -> list[model.Bytes]:
+    shape = ctx.caches[name].cache_desc.shape
+    return [raw.reshape(shape) for raw in ctx.arenas[name].raws()]
+
+
+def permutation(seed: int, blocks: int) -> Any:
+    return np.random.default_rng(seed).permutation(blocks)
+
+
+def pull_permuted(
+    ctx: Context, name: str, cluster_id: int, cache_id: int, seed: int, **more: Any
+) -> actions.Outcome:
+    """Pull every block to another place; extra["wrong"] are the tensors with wrong bytes."""
+    import ucxkv
+
+    shape = ctx.caches[name].cache_desc.shape
+    sources, targets = permutation(1, shape[0]), permutation(2, shape[0])
+    outcome = actions.attempt(
+        lambda: ctx.engine.pull_kv_blocks(
+            ucxkv.CacheIndex(cluster_id, cache_id), ctx.caches[name], sources, targets, **more
+        )
+    )
+    whole = [
+        model.pattern(actions.tensor_seed(seed, tensor), 0, raw.size).reshape(shape)
+        for tensor, raw in enumerate(block_bytes(ctx, name))
+    ]
+    outcome.extra["wrong"] = [
+        tensor
+        for tensor, blocks in enumerate(block_bytes(ctx, name))
+        if not np.array_equal(blocks[targets], whole[tensor][sources])
+    ]
+    if not ctx.arenas[name].guards_intact():
+        outcome.extra["wrong"].append(-1)
+    return outcome
+
+
+def memory(field: str) -> int:
+    """Bytes of a field of /proc/self/status, such as VmRSS."""
+    with open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) * 1024
+    raise LookupError(field)
+
+
+def watch_memory(ctx: Context) -> None:
+    """Measure the peak from here on."""
+    with open("/proc/self/clear_refs", "w") as refs:
+        refs.write("5")
+    ctx.values["rss"] = memory("VmRSS")
+
+
+def extra_memory(ctx: Context) -> int:
+    """Bytes that the peak since `watch_memory` lay above the start."""
+    return memory("VmHWM") - int(ctx.values["rss"])
+
+
+def pull_alternate(
+    ctx: Context, name: str, cluster_id: int, cache_id: int, seed: int, timeout_ms: int
+) -> actions.Outcome:
+    """Pull the even blocks of a cache to the odd ones, one span each.
+
+    extra["planning"] is the share of its time that the call took before bytes could move,
+    extra["wrong"] the number of wrong bytes, extra["memory"] the extra memory at its peak.
+    """
+    import ucxkv
+
+    desc = ctx.caches[name].cache_desc
+    count = desc.shape[0]
+    sources = np.arange(0, count, 2)
+    targets = np.arange(1, count, 2)
+    planned: list[float] = []
+
+    def run() -> Any:
+        began = time.monotonic()
+        transfer = ctx.engine.pull_kv_blocks_async(
+            ucxkv.CacheIndex(cluster_id, cache_id),
+            ctx.caches[name],
+            sources,
+            targets,
+            timeout_ms=timeout_ms,
+        )
+        planned.append(time.monotonic() - began)
+        return transfer.result(timeout_ms / 1000)
+
+    watch_memory(ctx)
+    outcome = actions.attempt(run)
+    outcome.extra["memory"] = extra_memory(ctx)
+    outcome.extra["planning"] = planned[0] / outcome.seconds
+    blocks = block_bytes(ctx, name)[0]
+    whole = model.pattern(actions.tensor_seed(seed, 0), 0, blocks.size).reshape(desc.shape)
+    outcome.extra["wrong"] = int((blocks[1::2] != whole[0::2]).sum())
+    outcome.extra["outside"] = int((blocks[0::2] != 0).sum())
+    return outcome
