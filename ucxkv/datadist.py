@@ -10,6 +10,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -128,6 +129,8 @@ class LlmDataDist:
         self._role = role
         self._options = options
         self._lock = threading.Lock()
+        # Not the other one: opening a listener may wait for a name server, finalize must not.
+        self._changing = threading.Lock()
         self._ids = itertools.count(1)
         self._closer: weakref.finalize[[_Running], LlmDataDist] | None = None
 
@@ -218,6 +221,35 @@ class LlmDataDist:
     def listen_address(self) -> tuple[str, int] | None:
         """Where it listens, with the real port; None for an engine that only dials."""
         return self._engine().links.listen_address
+
+    def set_role(self, role: LlmRole, options: Options | None = None) -> None:
+        """Change the role; clusters that link from now on are told the new one.
+
+        `options` may open, close or move the listener by another `listen` than before, and must
+        otherwise be those in force (ParamInvalid).  Without them the listener stays as it is; with
+        the same `listen` it does too, also where that has port 0.  Registered caches stay.
+
+        Raises ExistLink as long as there is a link in any state but "down", one that is being made
+        included, and LlmError if it cannot listen at the new address; nothing has changed then.
+        Before `initialize` it sets what the constructor sets.
+        """
+        if not isinstance(role, LlmRole):
+            raise TypeError(f"role must be an LlmRole, not {type(role).__name__}")
+        if options is not None and not isinstance(options, Options):
+            raise TypeError(f"options must be Options, not {type(options).__name__}")
+        with self._changing:
+            with self._lock:
+                if self._running is None:
+                    self._role = role
+                    self._options = options or self._options
+                    return
+            running = self._engine()
+            wanted = options or running.options
+            if replace(wanted, listen=None) != replace(running.options, listen=None):
+                raise ParamInvalid("set_role changes no option but listen; initialize changes all")
+            running.links.set_role(role, wanted)
+            running.options = self._options = wanted
+            self._role = role
 
     # -- links --------------------------------------------------------------------------------
 

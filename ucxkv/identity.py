@@ -31,7 +31,7 @@ class Identity:
         self.cluster_id = cluster_id
         self.incarnation = incarnation
         self.key = auth.key_of(secret)
-        self._role = role
+        self.role = role
         self._native = native
         self._library = library
         self._ucx = ".".join(map(str, ucx_version))
@@ -56,7 +56,7 @@ class Identity:
             expected=expected,
             incarnation=self.incarnation,
             serial=self.serial(),
-            role=int(self._role),
+            role=int(self.role),
             address=address[:512],
             nonce=secrets.token_bytes(32),
             chunk_size=self._native.chunk_size,

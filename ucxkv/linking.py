@@ -13,11 +13,11 @@ from ucxkv.catalogue import LocalCatalogue
 from ucxkv.connection import Connection, ConnectionLost, Listener
 from ucxkv.control import ControlThread, Waiters, Warnings
 from ucxkv.dialling import Caller, DialFailed, Progress, Reached, reach
-from ucxkv.errors import Status
+from ucxkv.errors import ExistLink, Status
 from ucxkv.identity import Identity
 from ucxkv.links import Link
 from ucxkv.netif import endpoint
-from ucxkv.types import ClusterInfo, LinkResult
+from ucxkv.types import ClusterInfo, LinkResult, LlmRole
 from ucxkv.workers import CannotLink, Workers
 
 if TYPE_CHECKING:
@@ -86,13 +86,56 @@ class Linking:
         self._routes: dict[bytes, ClusterInfo] = {}
         self._warn = Warnings()
         self._listener = Listener(control, self._warn, self._serve)
+        self._host = ""  # what `listen_address` was made from
+        self._closed = False
 
     async def listen(self, host: str, port: int) -> None:
         """Accept links from now on; raises OSError."""
         self.listen_address = await self._listener.open(host, port)
+        self._host = host
+
+    async def set_role(self, role: LlmRole, move: bool, wanted: tuple[str, int] | None) -> None:
+        """Have another role and, with `move`, listen at `wanted` or, for None, nowhere.
+
+        Raises ExistLink while there are links, or OSError; nothing has changed then.
+        """
+        self._check_unlinked()
+        if move:
+            await self._move(wanted)
+        self._identity.role = role
+
+    def _check_unlinked(self) -> None:
+        linked = {link.cluster_id for link in self.everyone() if link.state != "down"}
+        linked.update(self._dials)
+        if linked:
+            names = ", ".join(map(str, sorted(linked)))
+            raise ExistLink(f"there are links, finished or not, to these clusters: {names}")
+
+    async def _move(self, wanted: tuple[str, int] | None) -> None:
+        old, address = self._listener, self.listen_address
+        fresh = Listener(self.control, self._warn, self._serve)
+        # Two listeners can have one port only one after the other.
+        in_the_way = address is not None and wanted is not None and address[1] == wanted[1]
+        if in_the_way:
+            old.close()
+        try:
+            moved = await fresh.open(*wanted) if wanted is not None else None
+            # Meanwhile somebody may have linked.
+            self._check_unlinked()
+        except BaseException:
+            fresh.close()
+            if in_the_way and address is not None and not self._closed:
+                self.listen_address = None
+                self._listener = Listener(self.control, self._warn, self._serve)
+                await self.listen(self._host, address[1])
+            raise
+        old.close()
+        self._listener, self.listen_address = fresh, moved
+        self._host = wanted[0] if wanted is not None else ""
 
     def close(self) -> None:
         """Accept and make no more links."""
+        self._closed = True
         self._listener.close()
         for cluster_id in self._dials:
             self.give_up(cluster_id)
@@ -278,6 +321,8 @@ class Linking:
             for link in self.everyone()
         ):
             raise handshake.Refused("the clusters are linking the other way round", wire.CROSSED)
+        if introduction.mine.role != self._identity.role:
+            raise handshake.Refused(f"cluster {self._cluster_id} has another role by now")
         link = self._install(introduction, connection, worker, connection.peer, theirs.serial, None)
         verdict(wire.Welcome(self._identity.serial()))
         link.begin(connection)

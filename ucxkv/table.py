@@ -85,8 +85,8 @@ class LinkTable:
 
     def start(self) -> None:
         """Start the control thread, and listen if the options say so; LlmError if that fails."""
-        self._control.start()
         try:
+            self._control.start()
             self._control.call(self._open())
         except BaseException:
             self.stop(1.0)
@@ -101,6 +101,22 @@ class LinkTable:
             await self._linking.listen(*wanted)
         except (OSError, UnicodeError) as error:
             raise LlmError(f"cannot listen at {endpoint(*wanted)}: {reason(error)}") from error
+
+    def set_role(self, role: LlmRole, options: Options) -> None:
+        """Have another role, and listen where `options` say.
+
+        Raises ExistLink, or LlmError if it cannot listen there; nothing has changed then.
+        """
+        self._control.call(self._set_role(role, options))
+
+    async def _set_role(self, role: LlmRole, options: Options) -> None:
+        wanted = options.listen_endpoint()
+        try:
+            await self._linking.set_role(role, options.listen != self._options.listen, wanted)
+        except (OSError, UnicodeError) as error:
+            where = endpoint(*wanted) if wanted is not None else "nowhere"
+            raise LlmError(f"cannot listen at {where}: {reason(error)}") from error
+        self._options = options
 
     @property
     def listen_address(self) -> tuple[str, int] | None:

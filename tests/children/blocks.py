@@ -249,33 +249,28 @@ def pull_alternate(
 ) -> actions.Outcome:
     """Pull the even blocks of a cache to the odd ones, one span each.
 
-    extra["planning"] is the share of its time that the call took before bytes could move,
-    extra["wrong"] the number of wrong bytes, extra["memory"] the extra memory at its peak.
+    extra["planning"] are the seconds that its checks take, extra["wrong"] the number of wrong
+    bytes, extra["outside"] of bytes written elsewhere, extra["memory"] the extra memory at its peak.
     """
     import ucxkv
+    from ucxkv import geometry
 
     desc = ctx.caches[name].cache_desc
     count = desc.shape[0]
     sources = np.arange(0, count, 2)
     targets = np.arange(1, count, 2)
-    planned: list[float] = []
-
-    def run() -> Any:
-        began = time.monotonic()
-        transfer = ctx.engine.pull_kv_blocks_async(
-            ucxkv.CacheIndex(cluster_id, cache_id),
-            ctx.caches[name],
-            sources,
-            targets,
-            timeout_ms=timeout_ms,
-        )
-        planned.append(time.monotonic() - began)
-        return transfer.result(timeout_ms / 1000)
-
+    index = ucxkv.CacheIndex(cluster_id, cache_id)
+    ext = ucxkv.KvCacheExtParam()
     watch_memory(ctx)
-    outcome = actions.attempt(run)
+    outcome = actions.attempt(
+        lambda: ctx.engine.pull_kv_blocks(
+            index, ctx.caches[name], sources, targets, ext, timeout_ms=timeout_ms
+        )
+    )
     outcome.extra["memory"] = extra_memory(ctx)
-    outcome.extra["planning"] = planned[0] / outcome.seconds
+    began = time.monotonic()
+    geometry.check_blocks_call(index, ctx.caches[name], sources, targets, ext, None, timeout_ms)
+    outcome.extra["planning"] = time.monotonic() - began
     blocks = block_bytes(ctx, name)[0]
     whole = model.pattern(actions.tensor_seed(seed, 0), 0, blocks.size).reshape(desc.shape)
     outcome.extra["wrong"] = int((blocks[1::2] != whole[0::2]).sum())

@@ -165,9 +165,17 @@ DESTINATIONS = {
     "few": (12, (2, 64), "UINT8"),
     "quarter": (12, (4, 16), "UINT8"),
 }
-NOT_OF_BLOCKS = {"size", "dst_slot"}
-ALL_FAULTS = [
-    *(one for one in checks.FAULTS if not one.keys & NOT_OF_BLOCKS and "src_slot=4" not in one.name),
+
+
+def of_blocks(one: Fault) -> bool:
+    """Whether it is a fault here too: the slot of a source that is not continuous is not looked
+    at."""
+    changed = {key for key, _ in one.changes}
+    return not one.keys & {"size", "dst_slot"} and not (one.step == 6 and changed == {"src_slot"})
+
+
+FAULTS = [
+    *filter(of_blocks, checks.FAULTS),
     fault(1, "TypeError", src_blocks=0),
     fault(1, "TypeError", src_blocks="01"),
     fault(1, "TypeError", src_blocks=[0.0, 1.0]),
@@ -200,12 +208,6 @@ ALL_FAULTS = [
     fault(6, "ParamInvalid", src_blocks=None, src_slot=4),
     fault(6, "ParamInvalid", src_blocks=None),
     fault(6, "ParamInvalid", src_blocks=None, dst="quarter", dst_blocks=range(5)),
-]
-# The slot of a source that is not continuous is not looked at.
-FAULTS = [
-    one
-    for one in ALL_FAULTS
-    if not (one.step == 6 and dict(one.changes).keys() == {"src_slot"})
 ]
 
 
@@ -249,14 +251,15 @@ def test_each_fault(pair: tuple[Peer, Peer], base: dict[str, Any], twin: bool) -
     assert nothing_moved(puller)
 
 
-def still_both(first: Fault, second: Fault) -> bool:
-    """Whether the second fault leaves the first one in place: lists are faulty by each other."""
-    return not (first.keys | second.keys) >= {"src_blocks", "dst_blocks"} or first.step == 1
+def telling(first: Fault, second: Fault) -> bool:
+    """Whether both are faults in one call, of two steps: lists are faulty by each other."""
+    lists = {"src_blocks", "dst_blocks"} <= first.keys | second.keys
+    return first.step < second.step and (first.step == 1 or not lists)
 
 
 def test_the_earlier_of_two_faults_decides(pair: tuple[Peer, Peer], base: dict[str, Any]) -> None:
     _, puller = pair
-    both = [two for two in compatible(FAULTS) if still_both(*two)]
+    both = [two for two in compatible(FAULTS) if telling(*two)]
     assert len(both) > 500
     calls = [resolved(call_with(base, *two)) for two in both]
     outcomes = puller.call(blocks.raw_pulls, calls, timeout=60)
@@ -365,4 +368,5 @@ def test_a_million_spans(pair: tuple[Peer, Peer], path: str) -> None:
     assert outcome.extra["outside"] == 0
     assert owners < 200 << 20
     assert outcome.extra["memory"] < 200 << 20
-    assert outcome.extra["planning"] < 0.1
+    # All of it may be over in 50 ms, of which the machine's other work can take any share.
+    assert outcome.extra["planning"] < max(0.1 * outcome.seconds, 0.02)

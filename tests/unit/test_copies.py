@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -269,7 +271,7 @@ def test_kinds_of_lists(engine: LlmDataDist, kind: str) -> None:
 
 def test_mixed_types_in_a_mapping(engine: LlmDataDist) -> None:
     with Memory(engine, 1, 8, 4, 2) as source, Memory(engine, 1, 8, 4, 3) as target:
-        mapping = {np.int8(1): np.array([2], np.uint64), 3: [4], 5: (), 6: range(0, 2)}
+        mapping = {np.int8(1): np.array([2], np.uint64), 3: [4], 5: (), 6: range(2)}
         assert engine.copy_kv_blocks(source.cache, target.cache, mapping).bytes == 16
         assert engine.copy_kv_blocks(source.cache, target.cache, {}).bytes == 0
         assert engine.copy_kv_blocks(source.cache, target.cache, {1: []}).bytes == 0
@@ -509,6 +511,21 @@ def test_finalized_in_mid_copy() -> None:
     thread.join(20)
     assert len(ends) == 1
     assert (large.memory[1] == 3).all()
+
+
+def test_interrupted(engine: LlmDataDist) -> None:
+    large = Large(engine, 20000)
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    began = time.monotonic()
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.copy_kv_cache(large.caches[0], large.caches[1])
+    assert time.monotonic() - began < 1
+    large.memory[1][:] = 3
+    timer.join()
+    assert (large.memory[1] == 3).all()
+    for cache in large.caches:
+        engine.unregister_kv_cache(cache.cache_id)
 
 
 def test_others_run_meanwhile(engine: LlmDataDist) -> None:

@@ -101,7 +101,7 @@ def test_bad_addresses(two: tuple[Member, Member]) -> None:
                 second,
                 timeout_ms=700,
             )
-        assert time.monotonic() - began < 1.2
+        assert time.monotonic() - began < 2
     results = {result.cluster_id: result for result in caught.value.results}
     assert results[2].status == Status.SUCCESS
     assert results[10].status == Status.TIMEOUT
@@ -370,7 +370,8 @@ def test_unlink_ends_pulls(two: tuple[Member, Member], force: bool) -> None:
     began = time.monotonic()
     result = first.unlink(second, timeout_ms=10_000 if force else 200, force=force)
     assert result.status == Status.SUCCESS
-    assert (time.monotonic() - began < 0.2) == force
+    seconds = time.monotonic() - began
+    assert seconds < 2 if force else seconds >= 0.2
     eventually(lambda: all(native.closed for native in natives))
     for native in natives:
         ((status, reason),) = native.failed  # type: ignore[attr-defined]

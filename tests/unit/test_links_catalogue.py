@@ -98,7 +98,7 @@ def test_the_owner_does_not_answer(two: tuple[Member, Member]) -> None:
         began = time.monotonic()
         with pytest.raises(LlmTimeout, match="cluster 1"):
             puller.resolve(owner, 10**9, seconds=0.2)
-        assert 0.2 <= time.monotonic() - began < 0.4
+        assert 0.2 <= time.monotonic() - began < 0.6
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before the link", "after it"])
@@ -145,7 +145,7 @@ def test_unregistering_in_time(two: tuple[Member, Member]) -> None:
     entry = owner.register()
     native: Any = puller.resolve(owner, entry.cache_id)[1].native
     native.active = 1
-    assert 0.2 <= owner.unregister(entry, 0.2) < 0.25
+    assert 0.2 <= owner.unregister(entry, 0.2) < 0.4
     # A peer that does not answer costs the time-out, one that is gone costs nothing.
     another = owner.register()
     native = puller.resolve(owner, another.cache_id)[1].native
@@ -168,7 +168,7 @@ def test_unregistering_with_a_stalled_loop(two: tuple[Member, Member]) -> None:
     entry = owner.register()
     owner.table.loop.call_soon_threadsafe(time.sleep, 0.5)
     time.sleep(0.05)
-    assert owner.unregister(entry, 0.1) < 0.2
+    assert owner.unregister(entry, 0.1) < 0.3
     eventually(lambda: owner.unregister(owner.register()) < 0.5)
 
 
