@@ -300,6 +300,8 @@ class LlmDataDist:
         found, desc = _resolve(tensors, cache_desc)
         if access not in _ACCESS:
             raise ParamInvalid(f"access must be one of 'r', 'rw' and '', not {access!r}")
+        if access == "rw" and not all(tensor.writable for tensor in found):
+            raise ParamInvalid("access 'rw' needs tensors that can be written to")
         return self._register(running, found, desc, access)
 
     def allocate_kv_cache(self, cache_desc: CacheDesc, *, access: str = "r") -> Cache:
@@ -339,6 +341,7 @@ class LlmDataDist:
                 nbytes // blocks,
                 readable=access != "",
                 writable=all(tensor.writable for tensor in found),
+                pushable=access == "rw",
             )
         except MemoryError as error:
             raise LlmOutOfMemory(str(error)) from error
@@ -403,16 +406,10 @@ class LlmDataDist:
         when the transfer fails.  After any of them no byte is written on its behalf.
         """
         running = self._engine()
-        call = geometry.check_call(
-            src_cache_index,
-            dst_cache,
-            batch_index,
-            size,
-            ext_param,
-            timeout_ms,
-            running.options.sync_cache_wait_time_ms,
+        call = geometry.check_slots(
+            _common(running, src_cache_index, dst_cache, ext_param, timeout_ms), batch_index, size
         )
-        return _pull(running, call)
+        return _run(running, call)
 
     def pull_kv_cache_async(
         self,
@@ -430,16 +427,10 @@ class LlmDataDist:
         confirmed with its owner, what is found comes out of the Transfer.
         """
         running = self._engine()
-        call = geometry.check_call(
-            src_cache_index,
-            dst_cache,
-            batch_index,
-            size,
-            ext_param,
-            timeout_ms,
-            running.options.sync_cache_wait_time_ms,
+        call = geometry.check_slots(
+            _common(running, src_cache_index, dst_cache, ext_param, timeout_ms), batch_index, size
         )
-        return _pull_async(running, call)
+        return _run_async(running, call)
 
     def pull_kv_blocks(
         self,
@@ -464,16 +455,12 @@ class LlmDataDist:
         out of range, and a destination named twice.
         """
         running = self._engine()
-        call = geometry.check_blocks_call(
-            src_cache_index,
-            dst_cache,
+        call = geometry.check_blocks(
+            _common(running, src_cache_index, dst_cache, ext_param, timeout_ms),
             src_blocks,
             dst_blocks,
-            ext_param,
-            timeout_ms,
-            running.options.sync_cache_wait_time_ms,
         )
-        return _pull(running, call)
+        return _run(running, call)
 
     def pull_kv_blocks_async(
         self,
@@ -487,16 +474,12 @@ class LlmDataDist:
     ) -> Transfer:
         """Like `pull_kv_blocks`, but returns the running Transfer."""
         running = self._engine()
-        call = geometry.check_blocks_call(
-            src_cache_index,
-            dst_cache,
+        call = geometry.check_blocks(
+            _common(running, src_cache_index, dst_cache, ext_param, timeout_ms),
             src_blocks,
             dst_blocks,
-            ext_param,
-            timeout_ms,
-            running.options.sync_cache_wait_time_ms,
         )
-        return _pull_async(running, call)
+        return _run_async(running, call)
 
     # -- copies -------------------------------------------------------------------------------
 
@@ -560,13 +543,147 @@ class LlmDataDist:
             running.catalogue, src_cache, dst_cache, src_blocks, dst_blocks, ext_param
         )
 
+    # -- pushes -------------------------------------------------------------------------------
+
+    def push_kv_cache(
+        self,
+        src_cache: Cache,
+        dst_cache_index: CacheIndex,
+        src_batch_index: int = 0,
+        size: int = -1,
+        ext_param: KvCacheExtParam = KvCacheExtParam(),
+        *,
+        timeout_ms: float | None = None,
+    ) -> TransferReport:
+        """Copy slot `src_batch_index` of a cache of ours into one slot of a peer's cache.
+
+        The mirror of `pull_kv_cache`: the peer's engine pulls what is offered to it, its application
+        takes no part.  Returns when the bytes are in the peer's memory.  The peer must have
+        registered the cache with access "rw" (FeatureNotEnabled).  A cache of ours of access ""
+        can be pushed from; it then goes by path "stream".
+
+        Raises what `pull_kv_cache` raises.  After a failure the peer may still write the offered
+        slot until it has heard of it; the peer's `quiesce` ends that.
+        """
+        running = self._engine()
+        call = geometry.check_slots(
+            _common(running, dst_cache_index, src_cache, ext_param, timeout_ms, push=True),
+            src_batch_index,
+            size,
+        )
+        return _run(running, call)
+
+    def push_kv_cache_async(
+        self,
+        src_cache: Cache,
+        dst_cache_index: CacheIndex,
+        src_batch_index: int = 0,
+        size: int = -1,
+        ext_param: KvCacheExtParam = KvCacheExtParam(),
+        *,
+        timeout_ms: float | None = None,
+    ) -> Transfer:
+        """Like `push_kv_cache`, but returns the running Transfer, whose layers land all at once."""
+        running = self._engine()
+        call = geometry.check_slots(
+            _common(running, dst_cache_index, src_cache, ext_param, timeout_ms, push=True),
+            src_batch_index,
+            size,
+        )
+        return _run_async(running, call)
+
+    def push_kv_blocks(
+        self,
+        src_cache: Cache,
+        dst_cache_index: CacheIndex,
+        src_blocks: Sequence[int] | NDArray[Any] | None,
+        dst_blocks: Sequence[int] | NDArray[Any],
+        ext_param: KvCacheExtParam = KvCacheExtParam(),
+        *,
+        timeout_ms: float | None = None,
+    ) -> TransferReport:
+        """Copy blocks of a cache of ours into blocks of a peer's cache.
+
+        The mirror of `pull_kv_blocks`: local block `src_blocks[i]` goes to remote block
+        `dst_blocks[i]`; with `src_blocks` None the local slot 0 is cut into the remote blocks.
+        """
+        running = self._engine()
+        call = geometry.check_blocks(
+            _common(running, dst_cache_index, src_cache, ext_param, timeout_ms, push=True),
+            src_blocks,
+            dst_blocks,
+        )
+        return _run(running, call)
+
+    def push_kv_blocks_async(
+        self,
+        src_cache: Cache,
+        dst_cache_index: CacheIndex,
+        src_blocks: Sequence[int] | NDArray[Any] | None,
+        dst_blocks: Sequence[int] | NDArray[Any],
+        ext_param: KvCacheExtParam = KvCacheExtParam(),
+        *,
+        timeout_ms: float | None = None,
+    ) -> Transfer:
+        """Like `push_kv_blocks`, but returns the running Transfer."""
+        running = self._engine()
+        call = geometry.check_blocks(
+            _common(running, dst_cache_index, src_cache, ext_param, timeout_ms, push=True),
+            src_blocks,
+            dst_blocks,
+        )
+        return _run_async(running, call)
+
+    def quiesce(
+        self,
+        cache: Cache,
+        slot_or_blocks: int | Sequence[int] | NDArray[Any] | None = None,
+        *,
+        timeout_ms: float = 1000,
+    ) -> None:
+        """Make sure that no push from before this call writes to a slot or blocks of a cache.
+
+        Pushes into them that are running are fenced and fail at their senders; those that were sent
+        before and arrive later are refused, also where the peer is stopped and goes on much later.
+        None stands for the whole cache.  Returns when the fences are over and every linked peer has
+        confirmed, or at the timeout, when only peers that do not answer are left: their old pushes
+        stay refused until they do.  Pushes that begin after that are not affected.
+
+        Raises KvCacheNotExist if the cache is not registered, ParamInvalid for blocks out of range.
+        """
+        running = self._engine()
+        if not isinstance(cache, Cache):
+            raise TypeError(f"cache must be a Cache, not {type(cache).__name__}")
+        blocks = geometry.ascending_blocks(slot_or_blocks)
+        timeout = _timeout(timeout_ms) / 1e3
+        entry = running.catalogue.get(cache.cache_id)
+        if entry is None:
+            raise KvCacheNotExist(f"no local cache {cache.cache_id} is registered")
+        if blocks is not None and blocks.size and blocks[-1] >= entry.blocks:
+            raise ParamInvalid(f"block {blocks[-1]} of a cache with {entry.blocks} blocks")
+        entry.native.quiesce(blocks, timeout)
+
     def stats(self) -> EngineStats:
         """Totals of this engine's pulls since it was initialized, and their latency quantiles."""
         return EngineStats.from_totals(self._engine().native.totals())
 
 
-def _pull(running: _Running, call: geometry.Call) -> TransferReport:
-    """Start a pull and wait for it; an interrupted wait gives it up, fenced."""
+def _common(
+    running: _Running,
+    index: Any,
+    cache: Any,
+    ext_param: Any,
+    timeout_ms: Any,
+    *,
+    push: bool = False,
+) -> geometry.Common:
+    return geometry.Common(
+        index, cache, ext_param, timeout_ms, running.options.sync_cache_wait_time_ms, push
+    )
+
+
+def _run(running: _Running, call: geometry.Call) -> TransferReport:
+    """Start a transfer and wait for it; an interrupted wait gives it up, fenced."""
     transfer, start = _prepare(running, call, attended=True)
     try:
         start()
@@ -578,7 +695,7 @@ def _pull(running: _Running, call: geometry.Call) -> TransferReport:
         raise
 
 
-def _pull_async(running: _Running, call: geometry.Call) -> Transfer:
+def _run_async(running: _Running, call: geometry.Call) -> Transfer:
     transfer, start = _prepare(running, call, attended=False)
     try:
         start()
@@ -595,17 +712,21 @@ def _prepare(
 
     The two are apart so that an interrupt can come at any moment: who holds the transfer can end it.
     """
-    target = running.catalogue.get(call.dst_cache_id)
-    if target is None:
-        raise KvCacheNotExist(f"no local cache {call.dst_cache_id} is registered")
+    near = running.catalogue.get(call.near_cache_id)
+    if near is None:
+        raise KvCacheNotExist(f"no local cache {call.near_cache_id} is registered")
     deadline = monotonic_ns() + int(call.timeout_ms * 1e6)
-    what = f"pull of cache {call.src_cache_id} from cluster {call.cluster_id}"
+    what = (
+        f"push to cache {call.far_cache_id} of cluster {call.cluster_id}"
+        if call.push
+        else f"pull of cache {call.far_cache_id} from cluster {call.cluster_id}"
+    )
     link = running.links.lookup(call.cluster_id)
-    source = link.remote.get(call.src_cache_id) if link is not None and link.up else None
-    if link is not None and source is not None and not source.native.retired:
-        plan, get = _decide(running.path, call, link, source, target)
+    far = link.remote.get(call.far_cache_id) if link is not None and link.up else None
+    if link is not None and far is not None and not far.native.retired:
+        plan, get = _decide(running.path, call, link, far, near)
         transfer = Transfer(_new(running, deadline, attended), what, call.timeout_ms)
-        return transfer, partial(_submit, transfer, call, plan, get, link, source, target, attended)
+        return transfer, partial(_submit, transfer, call, plan, get, link, far, near, attended)
     transfer = Transfer(_new(running, deadline, False), what, call.timeout_ms)
     return transfer, partial(
         running.links.loop.call_soon_threadsafe,
@@ -613,7 +734,7 @@ def _prepare(
         running,
         transfer,
         call,
-        target,
+        near,
         deadline,
     )
 
@@ -628,15 +749,22 @@ def _new(running: _Running, deadline: int, attended: bool) -> TransferHandle:
 
 
 def _decide(
-    path: str, call: geometry.Call, link: Link, source: RemoteEntry, target: LocalEntry
+    path: str, call: geometry.Call, link: Link, far: RemoteEntry, near: LocalEntry
 ) -> tuple[geometry.Plan, bool]:
-    """Geometry, then the path."""
+    """Geometry, then what the caches and the link allow; and whether a pull goes by GET."""
     try:
-        plan = geometry.plan(call, source, target)
+        plan = geometry.plan(call, near, far) if call.push else geometry.plan(call, far, near)
     except ParamInvalid as error:
         raise ParamInvalid(f"cluster {call.cluster_id} ({link.address}): {error}") from None
-    if not target.native.writable:
-        raise ParamInvalid(f"the tensors of cache {target.cache_id} are read-only")
+    if call.push:
+        if far.access != "rw":
+            raise FeatureNotEnabled(
+                f"cache {far.cache_id} of cluster {call.cluster_id} ({link.address}) was not"
+                " registered with access 'rw'"
+            )
+        return plan, False
+    if not near.native.writable:
+        raise ParamInvalid(f"the tensors of cache {near.cache_id} are read-only")
     if path == "get" and not link.native.get:
         raise FeatureNotEnabled(
             f"path 'get' is forced, but one-sided reads do not reach cluster {call.cluster_id}"
@@ -651,41 +779,42 @@ def _submit(
     plan: geometry.Plan,
     get: bool,
     link: Link,
-    source: RemoteEntry,
-    target: LocalEntry,
+    far: RemoteEntry,
+    near: LocalEntry,
     attended: bool,
 ) -> None:
     transfer._submitted(link)
-    transfer._handle.submit(
-        link.native,
-        source.native,
-        target.native,
-        get=get,
-        src_first=plan.src_first,
-        dst_first=plan.dst_first,
-        tensors=plan.tensors,
-        tensors_per_layer=plan.tensors_per_layer,
-        block_len=plan.block_len,
-        src_block=call.src_batch,
-        dst_block=call.dst_batch,
-        src_blocks=call.src_blocks,
-        dst_blocks=call.dst_blocks,
-        attended=attended,
-    )
+    spans = {
+        "src_first": plan.src_first,
+        "dst_first": plan.dst_first,
+        "tensors": plan.tensors,
+        "tensors_per_layer": plan.tensors_per_layer,
+        "block_len": plan.block_len,
+        "src_block": call.src_batch,
+        "dst_block": call.dst_batch,
+        "src_blocks": call.src_blocks,
+        "dst_blocks": call.dst_blocks,
+    }
+    if call.push:
+        transfer._handle.offer(link.native, far.native, near.native, **spans)
+    else:
+        transfer._handle.submit(
+            link.native, far.native, near.native, get=get, attended=attended, **spans
+        )
 
 
 def _start_later(
-    running: _Running, transfer: Transfer, call: geometry.Call, target: LocalEntry, deadline: int
+    running: _Running, transfer: Transfer, call: geometry.Call, near: LocalEntry, deadline: int
 ) -> None:
     """On the control loop: find link and cache, waiting where that helps, then submit."""
 
     async def start() -> None:
         try:
-            link, source = await running.links.resolve(
-                call.cluster_id, call.src_cache_id, deadline / 1e9
+            link, far = await running.links.resolve(
+                call.cluster_id, call.far_cache_id, deadline / 1e9
             )
-            plan, get = _decide(running.path, call, link, source, target)
-            _submit(transfer, call, plan, get, link, source, target, False)
+            plan, get = _decide(running.path, call, link, far, near)
+            _submit(transfer, call, plan, get, link, far, near, False)
         except LlmError as error:
             if error.status is Status.TIMEOUT:
                 return  # the deadline itself ends the transfer, not a moment earlier

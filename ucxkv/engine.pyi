@@ -37,6 +37,7 @@ class NativeEngine:
         *,
         readable: bool,
         writable: bool,
+        pushable: bool = False,
     ) -> LocalCache: ...
     def new_transfer(self, deadline: int, attended: bool) -> TransferHandle: ...
     def totals(self) -> dict[str, Any]: ...
@@ -59,6 +60,22 @@ class TransferHandle:
         src_blocks: Any = None,
         dst_blocks: Any = None,
         attended: bool = False,
+    ) -> None: ...
+    def offer(
+        self,
+        link: NativeLink,
+        remote: RemoteCache,
+        local: LocalCache,
+        *,
+        src_first: int,
+        dst_first: int,
+        tensors: int,
+        tensors_per_layer: int,
+        block_len: int,
+        src_block: int = 0,
+        dst_block: int = 0,
+        src_blocks: Any = None,
+        dst_blocks: Any = None,
     ) -> None: ...
     def end(self, status: int, reason: str = "") -> None: ...
     def wait(

@@ -21,6 +21,8 @@ from ucxkv.types import Cache, CacheIndex, DataType, KvCacheExtParam
 if TYPE_CHECKING:
     from ucxkv.catalogue import LocalEntry, RemoteEntry
 
+    Entry = LocalEntry | RemoteEntry
+
 _ALL = (-1, -1)
 
 Blocks = NDArray[np.uint32]
@@ -28,16 +30,18 @@ Blocks = NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one pull, their types and values checked.
+    """The arguments of one pull or push, their types and values checked.
+
+    The far cache is the peer's, the near one ours.
 
     With `dst_blocks` it is a pull of blocks: from `src_blocks`, or from the continuous slot
     `src_batch` where there are none.
     """
 
     cluster_id: int
-    src_cache_id: int
+    far_cache_id: int
+    near_cache_id: int
     src_batch: int
-    dst_cache_id: int
     dst_batch: int
     size: int
     src_layers: tuple[int, int]
@@ -46,6 +50,7 @@ class Call:
     timeout_ms: float
     src_blocks: Blocks | None = None
     dst_blocks: Blocks | None = None
+    push: bool = False
 
 
 class Plan(NamedTuple):
@@ -99,68 +104,60 @@ def block_list(value: Any, name: str) -> NDArray[Any]:
     return array
 
 
+def ascending_blocks(value: Any) -> Blocks | None:
+    """A slot, or blocks, as ascending numbers; None stays None."""
+    if value is None:
+        return None
+    if not hasattr(value, "__len__"):
+        value = [integer(value, "slot_or_blocks")]
+    return np.unique(_block_numbers(block_list(value, "slot_or_blocks"), "slot_or_blocks"))
+
+
 def _block_numbers(array: NDArray[Any], name: str) -> Blocks:
     if array.size and (array.min() < 0 or array.max() > np.iinfo(np.uint32).max):
         raise ParamInvalid(f"{name} has numbers that no block can have")
     return np.ascontiguousarray(array, dtype=np.uint32)
 
 
-def check_blocks_call(
-    src_cache_index: Any,
-    dst_cache: Any,
-    src_blocks: Any,
-    dst_blocks: Any,
-    ext_param: Any,
-    timeout_ms: Any,
-    default_timeout_ms: float,
-) -> Call:
-    """Steps 1 and 2 of a pull of blocks."""
-    sources = None if src_blocks is None else block_list(src_blocks, "src_blocks")
-    targets = block_list(dst_blocks, "dst_blocks")
-    call = check_call(
-        src_cache_index, dst_cache, 0, -1, ext_param, timeout_ms, default_timeout_ms
-    )
-    numbers = _block_numbers(targets, "dst_blocks")
-    if not distinct(numbers):
-        raise ParamInvalid("dst_blocks names a block twice")
-    if sources is not None and sources.size != targets.size:
-        raise ParamInvalid(f"{sources.size} source blocks for {targets.size} destination blocks")
-    return replace(
-        call,
-        src_blocks=None if sources is None else _block_numbers(sources, "src_blocks"),
-        dst_blocks=numbers,
-    )
+@dataclass(frozen=True)
+class Common:
+    """What pulls and pushes of slots and of blocks have in common, as it was passed."""
+
+    index: Any
+    cache: Any
+    ext_param: Any
+    timeout_ms: Any
+    default_timeout_ms: float
+    push: bool = False
 
 
-def check_call(
-    src_cache_index: Any,
-    dst_cache: Any,
-    batch_index: Any,
-    size: Any,
-    ext_param: Any,
-    timeout_ms: Any,
-    default_timeout_ms: float,
-) -> Call:
-    """Steps 1 and 2: types (TypeError), then values (ParamInvalid)."""
-    if not isinstance(src_cache_index, CacheIndex):
-        raise TypeError(f"src_cache_index must be a CacheIndex, not {type(src_cache_index).__name__}")
-    if not isinstance(dst_cache, Cache):
-        raise TypeError(f"dst_cache must be a Cache, not {type(dst_cache).__name__}")
+def check_slots(common: Common, near_batch: Any, size: Any) -> Call:
+    """Steps 1 and 2 of a transfer of slots: types (TypeError), then values (ParamInvalid)."""
+    index, cache, ext_param = common.index, common.cache, common.ext_param
+    if not isinstance(index, CacheIndex):
+        raise TypeError(f"the peer's cache must be a CacheIndex, not {type(index).__name__}")
+    if not isinstance(cache, Cache):
+        raise TypeError(f"the local cache must be a Cache, not {type(cache).__name__}")
     if not isinstance(ext_param, KvCacheExtParam):
         raise TypeError(f"ext_param must be a KvCacheExtParam, not {type(ext_param).__name__}")
+    far_slot = integer(index.batch_index, "CacheIndex.batch_index")
+    near_slot = integer(near_batch, "batch_index")
     call = Call(
-        cluster_id=integer(src_cache_index.cluster_id, "cluster_id"),
-        src_cache_id=integer(src_cache_index.cache_id, "cache_id"),
-        src_batch=integer(src_cache_index.batch_index, "src_cache_index.batch_index"),
-        dst_cache_id=integer(dst_cache.cache_id, "dst_cache.cache_id"),
-        dst_batch=integer(batch_index, "batch_index"),
+        cluster_id=integer(index.cluster_id, "cluster_id"),
+        far_cache_id=integer(index.cache_id, "cache_id"),
+        near_cache_id=integer(cache.cache_id, "Cache.cache_id"),
+        src_batch=near_slot if common.push else far_slot,
+        dst_batch=far_slot if common.push else near_slot,
         size=integer(size, "size"),
         src_layers=_layer_range(ext_param.src_layer_range, "src_layer_range"),
         dst_layers=_layer_range(ext_param.dst_layer_range, "dst_layer_range"),
         tensors_per_layer=integer(ext_param.tensor_num_per_layer, "tensor_num_per_layer"),
         timeout_ms=(
-            default_timeout_ms if timeout_ms is None else milliseconds(timeout_ms, "timeout_ms")
+            common.default_timeout_ms
+            if common.timeout_ms is None
+            else milliseconds(common.timeout_ms, "timeout_ms")
         ),
+        push=common.push,
     )
     if call.size != -1 and call.size <= 0:
         raise ParamInvalid(f"size must be -1 or positive, not {call.size}")
@@ -177,6 +174,23 @@ def check_call(
     if not call.timeout_ms > 0:
         raise ParamInvalid(f"timeout_ms must be positive, not {call.timeout_ms}")
     return call
+
+
+def check_blocks(common: Common, src_blocks: Any, dst_blocks: Any) -> Call:
+    """Steps 1 and 2 of a transfer of blocks."""
+    sources = None if src_blocks is None else block_list(src_blocks, "src_blocks")
+    targets = block_list(dst_blocks, "dst_blocks")
+    call = check_slots(common, 0, -1)
+    numbers = _block_numbers(targets, "dst_blocks")
+    if not distinct(numbers):
+        raise ParamInvalid("dst_blocks names a block twice")
+    if sources is not None and sources.size != targets.size:
+        raise ParamInvalid(f"{sources.size} source blocks for {targets.size} destination blocks")
+    return replace(
+        call,
+        src_blocks=None if sources is None else _block_numbers(sources, "src_blocks"),
+        dst_blocks=numbers,
+    )
 
 
 def _side_layers(layers: tuple[int, int], n: int, num_tensors: int, side: str) -> tuple[int, int]:

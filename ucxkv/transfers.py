@@ -152,7 +152,7 @@ class Transfer:
         cause = handle.reason
         link = self._link
         if link is not None:
-            path = "get" if handle.get else "stream"
+            path = {True: "get", False: "stream", None: "not known"}[handle.get]
             names = ", ".join(link.native.transports) or "no endpoint"
             where = f" ({link.address}, path {path} over {names})"
             if status not in (Status.KV_CACHE_NOT_EXIST,) and link.native.error:

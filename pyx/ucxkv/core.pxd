@@ -26,6 +26,7 @@ cdef enum:
 cdef enum Path:
     PATH_GET = 1
     PATH_STREAM = 2
+    PATH_PUSH = 3               # an offer of ours, which the peer pulls
 
 
 cdef enum TransferState:
@@ -48,6 +49,7 @@ cdef enum:
     ST_CACHE_NOT_EXIST = 0x5010B002
     ST_PARAM_INVALID = 0x5010B005
     ST_NOT_YET_LINK = 0x5010B007
+    ST_FEATURE_NOT_ENABLED = 0x5010B019
     ST_TIMEOUT = 0x5010B01A
     ST_OUT_OF_MEMORY = 0x5010B01C
     # Only on the wire: the request has to be made again.
@@ -103,8 +105,8 @@ cdef struct Transfer:
     uint64_t deadline
     uint64_t submitted
     uint64_t ended
-    CacheMem* dst
-    RemoteMem* src
+    CacheMem* near              # our memory: the destination of a pull, the source of a push
+    RemoteMem* far              # the peer's
     Geometry src_geo
     Geometry dst_geo
     uint32_t* src_blocks
@@ -130,7 +132,10 @@ cdef struct Transfer:
     uint32_t errors
     uint64_t error_landed
     uint64_t fence_by
-    # path "stream"
+    uint64_t offer              # of a pull that answers a peer's offer: the peer's number for it
+    Path taken                  # of a push: the path on which the peer pulled it
+    bint stale                  # of a push: not to be offered again, its destination was quiesced
+    # paths "stream" and "push"
     bint requested
     uint64_t received
     # waiting callers
@@ -167,6 +172,54 @@ cdef struct Serve:
     uint32_t status
 
 
+cdef struct Offer:
+    # A peer's push, on the wire and while its block lists are being collected.
+    int64_t src_cache_id
+    uint64_t src_generation
+    uint32_t src_slot
+    uint32_t src_first
+    uint64_t src_block
+    int64_t dst_cache_id
+    uint64_t dst_generation
+    uint32_t dst_slot
+    uint32_t dst_first
+    uint64_t dst_block
+    uint32_t tensors
+    uint32_t tensors_per_layer
+    uint64_t block_len          # bytes of each destination block
+    uint64_t n_blocks           # destination blocks
+    uint64_t budget             # nanoseconds until the sender's deadline
+    uint32_t src_has_blocks
+    uint32_t dst_has_blocks
+
+
+cdef struct Incoming:
+    Incoming* next
+    uint64_t number             # the sender's; 0: over
+    Offer offer
+    uint32_t* src_blocks
+    uint32_t* dst_blocks
+    uint64_t src_known
+    uint64_t dst_known
+
+
+cdef struct Answer:
+    uint64_t number
+    uint32_t status
+    uint32_t path
+    uint64_t spans
+
+
+cdef struct Quiet:
+    # Offers into these blocks are refused until the peer has echoed the barrier.
+    Quiet* next
+    uint64_t barrier
+    uint32_t slot
+    uint64_t generation
+    uint32_t* blocks            # ascending; NULL: all
+    uint64_t n_blocks
+
+
 cdef struct Region:
     ucp_mem_h memh
     uint64_t start
@@ -187,10 +240,12 @@ cdef struct CacheMem:
     uint32_t n_regions
     bint readable               # peers may read it
     bint writable               # may be pulled into
+    bint pushable               # peers may have it pulled into
     bint retiring
     bint retired
     uint32_t pulls              # transfers into it, and copies into or from it
     uint32_t serves             # requests that read it
+    uint32_t pushes             # offers of it
 
 
 cdef struct RemoteMem:
@@ -253,6 +308,14 @@ cdef struct Link:
     uint64_t* cancels
     uint32_t n_cancels
     uint32_t cap_cancels
+    Incoming* incoming          # offers whose block lists are not complete
+    uint32_t n_incoming
+    Answer* answers             # to offers, not sent yet
+    uint32_t n_answers
+    uint32_t cap_answers
+    Quiet* quiets
+    uint64_t barriers           # numbers given out
+    bint barrier_due
     ucs_status_t error
     bint dirty
     uint64_t drop_rma_at        # force-close the RMA endpoint at this time, 0: never
@@ -260,6 +323,7 @@ cdef struct Link:
     uint64_t bytes_get
     uint64_t bytes_stream
     uint64_t bytes_served
+    uint64_t bytes_pushed
     uint64_t repairs
     uint64_t dropped            # messages without a valid token
 

@@ -218,6 +218,7 @@ cdef void link_unref(Link* link) noexcept nogil:
     free(link.rma.address)
     free(link.words_rkey_packed)
     free(link.cancels)
+    free(link.answers)
     free(link)
 
 
@@ -415,6 +416,7 @@ cdef class NativeLink:
             "bytes_get": self.link.bytes_get,
             "bytes_stream": self.link.bytes_stream,
             "bytes_served": self.link.bytes_served,
+            "bytes_pushed": self.link.bytes_pushed,
             "repairs": self.link.repairs,
             "dropped": self.link.dropped,
         }

@@ -18,6 +18,7 @@ from ucxkv.core cimport (
     MAX_TRANSFERS,
     MAX_WORDS,
     PATH_GET,
+    PATH_PUSH,
     PATH_STREAM,
     RUNNING,
     ST_CACHE_NOT_EXIST,
@@ -53,6 +54,7 @@ from ucxkv.pthread cimport (
     timespec,
     to_timespec,
 )
+from ucxkv.push cimport push_install
 from ucxkv.service cimport link_step, prune_remotes, run_timers, service_main
 from ucxkv.spans cimport cursor_seek, geometry_bytes
 from ucxkv.stream cimport stream_install
@@ -303,6 +305,7 @@ cdef class NativeEngine:
         worker_open(&w, UCP_FEATURE_AM, settings)
         try:
             check(stream_install(self.core, w.worker), "install message handlers")
+            check(push_install(self.core, w.worker), "install message handlers")
             address = worker_address(&w)
         except BaseException:
             worker_close(&w)
@@ -329,12 +332,13 @@ cdef class NativeEngine:
         """A link over streaming worker `worker`, not connected yet."""
         return link_create(self, self.core, worker)
 
-    def register(self, cache_id, addresses, blocks, block_bytes, *, readable, writable):
+    def register(self, cache_id, addresses, blocks, block_bytes, *, readable, writable,
+                 pushable=False):
         """Register memory: one address per tensor of `blocks * block_bytes` bytes each."""
         if self._closed:
             raise RuntimeError("the engine is closed")
         return _LocalCache._register(self, <size_t>self.core, cache_id, addresses, blocks,
-                                     block_bytes, readable, writable)
+                                     block_bytes, readable, writable, pushable)
 
     def new_transfer(self, uint64_t deadline, bint attended):
         """A transfer that ends at `deadline` (monotonic nanoseconds) if not before.
@@ -430,20 +434,10 @@ cdef class TransferHandle:
         of each block are copied: the single blocks `src_block` and `dst_block`, or the lists.
         """
         cdef Transfer* t = self.t
-        cdef uint64_t n_src = 1, n_dst = 1
-        cdef uint64_t src_len = block_len
-        if src_blocks is not None:
-            n_src = src_blocks.shape[0]
-        if dst_blocks is not None:
-            n_dst = dst_blocks.shape[0]
-        if src_blocks is None:
-            src_len = block_len * n_dst
-        check_side(src_first, tensors, src_len, src_block, src_blocks,
-                   remote.mem.num_tensors, remote.mem.blocks, remote.mem.block_bytes)
+        check_side(src_first, tensors, source_length(block_len, src_blocks, dst_blocks), src_block,
+                   src_blocks, remote.mem.num_tensors, remote.mem.blocks, remote.mem.block_bytes)
         check_side(dst_first, tensors, block_len, dst_block, dst_blocks,
                    local.mem.num_tensors, local.mem.blocks, local.mem.block_bytes)
-        if src_blocks is not None and n_src != n_dst:
-            raise ValueError("block lists differ in length")
         if tensors_per_layer == 0 or not local.mem.writable:
             raise ValueError("a destination must be writable, a layer has at least one tensor")
         if get and remote.mem.n_regions == 0:
@@ -452,52 +446,85 @@ cdef class TransferHandle:
         cdef uint32_t* dst_copy = copy_blocks(dst_blocks)
         with nogil:
             core_lock(self.core)
-            if t.state != WAITING or t.src_blocks != NULL or t.dst_blocks != NULL:
-                pass
-            elif link.link.closing or not link.link.connected or remote.mem.link != link.link:
-                transfer_end(t, ST_NOT_YET_LINK, UCS_OK, b"the link was closed")
-            elif local.mem.retiring:
-                transfer_end(t, ST_CACHE_NOT_EXIST, UCS_OK, b"the destination was unregistered")
-            elif remote.mem.retired:
-                transfer_end(t, ST_CACHE_NOT_EXIST, UCS_OK, b"its owner has unregistered it")
-            else:
+            if self.startable(link.link, remote.mem, local.mem):
                 t.path = PATH_GET if get else PATH_STREAM
-                t.src = remote.mem
-                t.dst = local.mem
+                t.far = remote.mem
+                t.near = local.mem
+                set_geometry(t, remote.mem.addrs, remote.mem.block_bytes, local.mem.addrs,
+                             local.mem.block_bytes, src_first, dst_first, tensors,
+                             tensors_per_layer, block_len, src_block, dst_block, src_blocks,
+                             dst_blocks)
                 t.src_blocks = src_copy
                 t.dst_blocks = dst_copy
-                t.src_geo.addrs = remote.mem.addrs
-                t.src_geo.first = src_first
-                t.src_geo.count = tensors
-                t.src_geo.stride = remote.mem.block_bytes
-                t.src_geo.block_len = src_len
                 t.src_geo.blocks = src_copy
-                t.src_geo.block = src_block
-                t.src_geo.n_blocks = n_src
-                t.dst_geo.addrs = local.mem.addrs
-                t.dst_geo.first = dst_first
-                t.dst_geo.count = tensors
-                t.dst_geo.stride = local.mem.block_bytes
-                t.dst_geo.block_len = block_len
                 t.dst_geo.blocks = dst_copy
-                t.dst_geo.block = dst_block
-                t.dst_geo.n_blocks = n_dst
                 src_copy = NULL
                 dst_copy = NULL
-                t.total = geometry_bytes(&t.dst_geo)
-                t.layer_bytes = block_len * n_dst * tensors_per_layer
-                t.layers = (tensors + tensors_per_layer - 1) // tensors_per_layer
                 cursor_seek(&t.src_cursor, &t.src_geo, 0)
                 cursor_seek(&t.dst_cursor, &t.dst_geo, 0)
-                transfer_begin(t, link.link)
-                # Posting from here saves the way through the service thread.
-                if t.state == RUNNING:
-                    link_step(link.link, now_ns())
-                if not (get and attended):
-                    core_wake(self.core)
+                self.start(link.link, get and attended)
             core_unlock(self.core)
         free_blocks(src_copy)
         free_blocks(dst_copy)
+
+    def offer(self, NativeLink link not None, RemoteCache remote not None,
+              LocalCache local not None, *, uint32_t src_first, uint32_t dst_first,
+              uint32_t tensors, uint32_t tensors_per_layer, uint64_t block_len,
+              uint64_t src_block=0, uint64_t dst_block=0, const uint32_t[::1] src_blocks=None,
+              const uint32_t[::1] dst_blocks=None):
+        """Start a push: the reverse of `submit`, from `local` to `remote`."""
+        cdef Transfer* t = self.t
+        check_side(src_first, tensors, source_length(block_len, src_blocks, dst_blocks), src_block,
+                   src_blocks, local.mem.num_tensors, local.mem.blocks, local.mem.block_bytes)
+        check_side(dst_first, tensors, block_len, dst_block, dst_blocks,
+                   remote.mem.num_tensors, remote.mem.blocks, remote.mem.block_bytes)
+        if tensors_per_layer == 0:
+            raise ValueError("a layer has at least one tensor")
+        cdef uint32_t* src_copy = copy_blocks(src_blocks)
+        cdef uint32_t* dst_copy = copy_blocks(dst_blocks)
+        with nogil:
+            core_lock(self.core)
+            if self.startable(link.link, remote.mem, local.mem):
+                t.path = PATH_PUSH
+                t.far = remote.mem
+                t.near = local.mem
+                set_geometry(t, local.mem.addrs, local.mem.block_bytes, remote.mem.addrs,
+                             remote.mem.block_bytes, src_first, dst_first, tensors,
+                             tensors_per_layer, block_len, src_block, dst_block, src_blocks,
+                             dst_blocks)
+                t.src_blocks = src_copy
+                t.dst_blocks = dst_copy
+                t.src_geo.blocks = src_copy
+                t.dst_geo.blocks = dst_copy
+                src_copy = NULL
+                dst_copy = NULL
+                self.start(link.link, False)
+            core_unlock(self.core)
+        free_blocks(src_copy)
+        free_blocks(dst_copy)
+
+    cdef bint startable(self, Link* link, RemoteMem* remote, CacheMem* local) noexcept nogil:
+        """Whether it can still be started; ends it where the link or a cache has gone meanwhile."""
+        cdef Transfer* t = self.t
+        if t.state != WAITING or t.near != NULL:
+            return False
+        if link.closing or not link.connected or remote.link != link:
+            transfer_end(t, ST_NOT_YET_LINK, UCS_OK, b"the link was closed")
+        elif local.retiring:
+            transfer_end(t, ST_CACHE_NOT_EXIST, UCS_OK, b"the local cache was unregistered")
+        elif remote.retired:
+            transfer_end(t, ST_CACHE_NOT_EXIST, UCS_OK, b"its owner has unregistered it")
+        else:
+            return True
+        return False
+
+    cdef void start(self, Link* link, bint attended) noexcept nogil:
+        transfer_begin(self.t, link)
+        # Posting from here saves the way through the service thread.
+        if self.t.state == RUNNING:
+            link_step(link, now_ns())
+        if not attended:
+            core_wake(self.core)
 
     def end(self, uint32_t status, str reason=""):
         """Have it end with `status`, fenced; does nothing if its end is decided already."""
@@ -565,8 +592,10 @@ cdef class TransferHandle:
 
     @property
     def get(self):
-        """It uses (or used) path "get"; None before it was submitted."""
-        if self.t.src == NULL:
+        """It uses (or used) path "get"; None before that is known."""
+        if self.t.path == PATH_PUSH:
+            return None if self.t.taken == 0 else self.t.taken == PATH_GET
+        if self.t.far == NULL:
             return None
         return self.t.path == PATH_GET
 
@@ -615,6 +644,47 @@ cdef void check_side(uint64_t first, uint64_t tensors, uint64_t length, uint64_t
             inside = inside and blocks[i] < num_blocks
     if not inside:
         raise ValueError("a transfer would leave the memory of its cache")
+
+
+cdef uint64_t source_length(uint64_t block_len, const uint32_t[::1] src_blocks,
+                            const uint32_t[::1] dst_blocks) except? 0:
+    """Bytes of one source block: without a list it is one slot, cut into all destinations."""
+    if dst_blocks is None:
+        if src_blocks is not None:
+            raise ValueError("source blocks without destination blocks")
+        return block_len
+    if src_blocks is None:
+        return block_len * <uint64_t>dst_blocks.shape[0]
+    if src_blocks.shape[0] != dst_blocks.shape[0]:
+        raise ValueError("block lists differ in length")
+    return block_len
+
+
+cdef void set_geometry(Transfer* t, const uint64_t* src_addrs, uint64_t src_stride,
+                       const uint64_t* dst_addrs, uint64_t dst_stride, uint32_t src_first,
+                       uint32_t dst_first, uint32_t tensors, uint32_t tensors_per_layer,
+                       uint64_t block_len, uint64_t src_block, uint64_t dst_block,
+                       const uint32_t[::1] src_blocks,
+                       const uint32_t[::1] dst_blocks) noexcept nogil:
+    t.src_geo.addrs = src_addrs
+    t.src_geo.first = src_first
+    t.src_geo.count = tensors
+    t.src_geo.stride = src_stride
+    t.src_geo.block = src_block
+    t.src_geo.n_blocks = 1 if src_blocks is None else <uint64_t>src_blocks.shape[0]
+    t.dst_geo.addrs = dst_addrs
+    t.dst_geo.first = dst_first
+    t.dst_geo.count = tensors
+    t.dst_geo.stride = dst_stride
+    t.dst_geo.block_len = block_len
+    t.dst_geo.block = dst_block
+    t.dst_geo.n_blocks = 1 if dst_blocks is None else <uint64_t>dst_blocks.shape[0]
+    t.src_geo.block_len = block_len
+    if src_blocks is None:
+        t.src_geo.block_len = block_len * t.dst_geo.n_blocks
+    t.total = geometry_bytes(&t.dst_geo)
+    t.layer_bytes = block_len * t.dst_geo.n_blocks * tensors_per_layer
+    t.layers = (tensors + tensors_per_layer - 1) // tensors_per_layer
 
 
 cdef uint32_t* copy_blocks(const uint32_t[::1] blocks) except? NULL:

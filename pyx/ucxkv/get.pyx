@@ -125,7 +125,7 @@ cdef void on_word(void* request, ucs_status_t status, void* user_data) noexcept 
         transfer_settle(t)
     elif not landed:
         return
-    elif t.core.scratch[t.index] != t.src.generation:
+    elif t.core.scratch[t.index] != t.far.generation:
         transfer_end(t, ST_CACHE_NOT_EXIST, UCS_OK, b"its owner has unregistered it")
     else:
         t.verify_first = False
@@ -205,7 +205,7 @@ cdef bint post_check(Link* link, Transfer* t) noexcept nogil:
     t.check.transfer = t
     t.check_upto = t.landed
     return post(link, &t.check, &link.core.scratch[t.index], sizeof(uint64_t),
-                link.words_address + t.src.slot * sizeof(uint64_t), link.words_rkey,
+                link.words_address + t.far.slot * sizeof(uint64_t), link.words_rkey,
                 link.core.scratch_memh, on_word)
 
 
@@ -217,8 +217,8 @@ cdef bint post_data(Link* link, Transfer* t) noexcept nogil:
     other = cursor_run(&t.dst_cursor, &t.dst_geo, length, &target)
     if other < length:
         length = other
-    region = t.src.region_of[t.src_geo.first + t.src_cursor.tensor]
-    if not rkey_unpacked(link, t.src, region):
+    region = t.far.region_of[t.src_geo.first + t.src_cursor.tensor]
+    if not rkey_unpacked(link, t.far, region):
         transfer_end(t, ST_FAILED, link.error, b"an rkey of the cache is unusable")
         return True
     tensor = t.dst_geo.first + t.dst_cursor.tensor
@@ -230,8 +230,8 @@ cdef bint post_data(Link* link, Transfer* t) noexcept nogil:
     t.spans += 1
     op.transfer = t
     op.end = t.posted
-    return post(link, op, <void*>target, length, source, t.src.rkeys[region],
-                t.dst.regions[t.dst.region_of[tensor]].memh, on_data)
+    return post(link, op, <void*>target, length, source, t.far.rkeys[region],
+                t.near.regions[t.near.region_of[tensor]].memh, on_data)
 
 
 cdef void get_pump(Link* link) noexcept nogil:

@@ -18,11 +18,15 @@ from libc.string cimport memcpy, memset
 from posix.unistd cimport getpid
 
 from ucxkv.core cimport (
+    FENCING,
     MAX_WORDS,
+    PATH_PUSH,
     ST_CACHE_NOT_EXIST,
+    ST_FAILED,
     CacheMem,
     Core,
     Link,
+    Quiet,
     Region,
     RemoteMem,
     Serve,
@@ -34,6 +38,7 @@ from ucxkv.core cimport (
 )
 from ucxkv.endpoint cimport NativeLink
 from ucxkv.pthread cimport now_ns, pthread_cond_timedwait, timespec, to_timespec
+from ucxkv.spans cimport Geometry
 from ucxkv.transfer cimport remote_unref, transfer_end
 from ucxkv.ucp cimport (
     UCP_MEM_MAP_PARAM_FIELD_ADDRESS,
@@ -107,15 +112,15 @@ cdef class LocalCache:
 
     @staticmethod
     def _register(engine, core_address, int64_t cache_id, addresses, uint64_t blocks,
-                  uint64_t block_bytes, bint readable, bint writable):
+                  uint64_t block_bytes, bint readable, bint writable, bint pushable):
         cdef LocalCache self = LocalCache.__new__(LocalCache)
         self.core = <Core*><size_t>core_address
         self._engine = engine
-        self._map(cache_id, addresses, blocks, block_bytes, readable, writable)
+        self._map(cache_id, addresses, blocks, block_bytes, readable, writable, pushable)
         return self
 
     def _map(self, int64_t cache_id, addresses, uint64_t blocks, uint64_t block_bytes,
-             bint readable, bint writable):
+             bint readable, bint writable, bint pushable):
         cdef CacheMem* mem = <CacheMem*>calloc(1, sizeof(CacheMem))
         cdef Py_ssize_t i, count = len(addresses)
         cdef unsigned int prot = UCP_MEM_MAP_PROT_LOCAL_READ
@@ -129,6 +134,7 @@ cdef class LocalCache:
         mem.block_bytes = block_bytes
         mem.readable = readable
         mem.writable = writable
+        mem.pushable = pushable
         mem.addrs = <uint64_t*>malloc(max(1, count) * sizeof(uint64_t))
         mem.region_of = <uint32_t*>malloc(max(1, count) * sizeof(uint32_t))
         mem.regions = <Region*>calloc(max(1, len(regions)), sizeof(Region))
@@ -235,7 +241,7 @@ cdef class LocalCache:
     @property
     def busy(self):
         """Transfers into it and requests reading it."""
-        return self.mem.pulls + self.mem.serves
+        return self.mem.pulls + self.mem.serves + self.mem.pushes
 
     def begin_retire(self):
         """Refuse new transfers; fence those into it, which end with KV_CACHE_NOT_EXIST."""
@@ -248,7 +254,7 @@ cdef class LocalCache:
             t = self.core.first_transfer
             while t != NULL:
                 following = t.next
-                if t.dst == mem and t.link != NULL:
+                if t.near == mem and t.link != NULL and t.path != PATH_PUSH:
                     transfer_end(t, ST_CACHE_NOT_EXIST, UCS_OK,
                                  b"the destination was unregistered")
                 t = following
@@ -256,7 +262,7 @@ cdef class LocalCache:
             core_unlock(self.core)
 
     def wait_served(self, double seconds):
-        """Wait until no request reads it; True if so within `seconds`."""
+        """Wait until no request reads it and no push of it runs; True if so within `seconds`."""
         cdef bint served
         cdef uint64_t end = now_ns() + <uint64_t>(max(0.0, seconds) * 1e9)
         with nogil:
@@ -264,6 +270,26 @@ cdef class LocalCache:
             served = wait_idle(self.core, self.mem, end, True)
             core_unlock(self.core)
         return bool(served)
+
+    def quiesce(self, const uint32_t[::1] blocks, double seconds):
+        """Fence pushes into `blocks` (ascending; None: all), and refuse those offered before now.
+
+        Returns True when the fences are over and every linked peer has confirmed that nothing older
+        is on its way; False at the end of `seconds`, when only peers that do not answer are left:
+        what they have sent before will be refused whenever it comes.
+        """
+        cdef bint settled
+        cdef bint enough = True
+        cdef uint64_t end = now_ns() + <uint64_t>(max(0.0, seconds) * 1e9)
+        with nogil:
+            core_lock(self.core)
+            enough = hush(self.core, self.mem, blocks)
+            core_wake(self.core)
+            settled = wait_quiet(self.core, self.mem, end)
+            core_unlock(self.core)
+        if not enough:
+            raise MemoryError("no memory to remember what was quiesced")
+        return bool(settled)
 
     def retire(self):
         """Change the generation word and end whatever still refers to the memory.
@@ -280,6 +306,7 @@ cdef class LocalCache:
             if not mem.retired:
                 core.words[mem.slot] = random64()
                 store_barrier()
+                end_pushes(core, mem)
                 end_serves(core, mem)
             core_wake(core)
             idle = wait_idle(core, mem, now_ns() + FENCE_MAX_NS, False)
@@ -303,12 +330,22 @@ cdef extern from *:
 
 cdef bint wait_idle(Core* core, CacheMem* mem, uint64_t end, bint serves_only) noexcept nogil:
     cdef timespec until
-    while mem.serves > 0 or (not serves_only and mem.pulls > 0):
+    while mem.serves > 0 or mem.pushes > 0 or (not serves_only and mem.pulls > 0):
         if now_ns() >= end:
             return False
         until = to_timespec(end)
         pthread_cond_timedwait(&core.idle, &core.lock, &until)
     return True
+
+
+cdef void end_pushes(Core* core, CacheMem* mem) noexcept nogil:
+    cdef Transfer* t = core.first_transfer
+    cdef Transfer* following
+    while t != NULL:
+        following = t.next
+        if t.near == mem and t.link != NULL and t.path == PATH_PUSH:
+            transfer_end(t, ST_CACHE_NOT_EXIST, UCS_OK, b"the source was unregistered")
+        t = following
 
 
 cdef void end_serves(Core* core, CacheMem* mem) noexcept nogil:
@@ -327,6 +364,102 @@ cdef void end_serves(Core* core, CacheMem* mem) noexcept nogil:
                 link.dirty = True
             serve = serve.next
         link = link.next
+
+
+cdef bint meets(const Geometry* g, const uint32_t[::1] blocks) noexcept nogil:
+    """Whether a destination has one of the blocks, which ascend."""
+    cdef uint64_t i
+    cdef Py_ssize_t low, high, middle
+    cdef uint32_t block
+    if blocks is None:
+        return True
+    for i in range(g.n_blocks):
+        block = g.blocks[i] if g.blocks != NULL else <uint32_t>g.block
+        low = 0
+        high = blocks.shape[0]
+        while low < high:
+            middle = (low + high) // 2
+            if blocks[middle] < block:
+                low = middle + 1
+            else:
+                high = middle
+        if low < blocks.shape[0] and blocks[low] == block:
+            return True
+    return False
+
+
+cdef bint hush(Core* core, CacheMem* mem, const uint32_t[::1] blocks) noexcept nogil:
+    """Fence answers to offers, and have older offers refused on every link."""
+    cdef Transfer* t = core.first_transfer
+    cdef Transfer* following
+    cdef Link* link = core.first_link
+    cdef Quiet* quiet
+    while t != NULL:
+        following = t.next
+        if t.offer and t.near == mem and meets(&t.dst_geo, blocks):
+            transfer_end(t, ST_FAILED, UCS_OK, b"the destination was quiesced")
+        t = following
+    while link != NULL:
+        if link.connected and not link.closing:
+            quiet = <Quiet*>calloc(1, sizeof(Quiet))
+            if quiet == NULL:
+                return False
+            if blocks is not None:
+                quiet.n_blocks = blocks.shape[0]
+                quiet.blocks = <uint32_t*>malloc(quiet.n_blocks * sizeof(uint32_t) + 1)
+                if quiet.blocks == NULL:
+                    free(quiet)
+                    return False
+                if quiet.n_blocks:
+                    memcpy(quiet.blocks, &blocks[0], quiet.n_blocks * sizeof(uint32_t))
+            link.barriers += 1
+            quiet.barrier = link.barriers
+            quiet.slot = mem.slot
+            quiet.generation = mem.generation
+            quiet.next = link.quiets
+            link.quiets = quiet
+            link.barrier_due = True
+            link.dirty = True
+        link = link.next
+    return True
+
+
+cdef bint wait_quiet(Core* core, CacheMem* mem, uint64_t end) noexcept nogil:
+    cdef timespec until
+    cdef uint64_t now
+    cdef bint fenced
+    while True:
+        fenced = fences_over(core, mem)
+        if fenced and barriers_over(core, mem):
+            return True
+        now = now_ns()
+        # The fences are what the caller needs, and they take milliseconds.
+        if now >= end and (fenced or now >= end + FENCE_MAX_NS):
+            return False
+        until = to_timespec(end if now < end else now + 1000000)
+        pthread_cond_timedwait(&core.idle, &core.lock, &until)
+
+
+cdef bint fences_over(Core* core, CacheMem* mem) noexcept nogil:
+    cdef Transfer* t = core.first_transfer
+    while t != NULL:
+        if t.offer and t.near == mem and t.state == FENCING:
+            return False
+        t = t.next
+    return True
+
+
+cdef bint barriers_over(Core* core, CacheMem* mem) noexcept nogil:
+    cdef Link* link = core.first_link
+    cdef Quiet* quiet
+    while link != NULL:
+        quiet = link.quiets
+        while quiet != NULL:
+            if quiet.slot == mem.slot and quiet.generation == mem.generation:
+                return False
+            quiet = quiet.next
+        link = link.next
+    return True
 
 
 @cython.no_gc

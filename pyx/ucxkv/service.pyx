@@ -30,6 +30,7 @@ from ucxkv.core cimport (
 from ucxkv.endpoint cimport link_unref, plane_fail, plane_step, remotes_forget
 from ucxkv.get cimport get_plane_closed, get_pump, get_trial
 from ucxkv.pthread cimport now_ns, pthread_cond_broadcast, timespec, to_timespec
+from ucxkv.push cimport push_link_closed, push_plane_closed, push_pump
 from ucxkv.stream cimport stream_drop_serves, stream_plane_closed, stream_prove, stream_pump
 from ucxkv.transfer cimport remote_unref, transfer_end
 from ucxkv.ucp cimport (
@@ -103,6 +104,7 @@ cdef void close_step(Link* link, uint64_t now) noexcept nogil:
     if link.closed or link.rma.state != CLOSED or link.n_transfers > 0:
         return
     stream_drop_serves(link)
+    push_link_closed(link)
     if link.linger_until == 0:
         link.linger_until = now + LINGER_NS
         core_timer(link.core, link.linger_until, True)
@@ -135,6 +137,7 @@ cdef void link_step(Link* link, uint64_t now) noexcept nogil:
     expire_fences(link, now)
     if plane_step(link, &link.am, now):
         stream_plane_closed(link)
+        push_plane_closed(link)
         link.dirty = True
     if plane_step(link, &link.rma, now):
         remotes_forget(link)
@@ -147,6 +150,7 @@ cdef void link_step(Link* link, uint64_t now) noexcept nogil:
     if link.connected:
         stream_prove(link, now)
         get_trial(link, now)
+        push_pump(link)
         stream_pump(link)
         get_pump(link)
     prune_remotes(link)

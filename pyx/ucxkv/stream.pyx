@@ -28,6 +28,8 @@ from ucxkv.core cimport (
     MAX_SERVES,
     MAX_WORDS,
     OPEN,
+    PATH_GET,
+    PATH_PUSH,
     PATH_STREAM,
     REQUEST_BLOCKS,
     RUNNING,
@@ -40,6 +42,7 @@ from ucxkv.core cimport (
     STREAM_WINDOW,
     CacheMem,
     Core,
+    Incoming,
     Link,
     SendOp,
     Serve,
@@ -88,26 +91,10 @@ from ucxkv.ucp cimport (
 
 
 cdef enum:
-    AM_PING = 1
-    AM_PONG = 2
-    AM_REQUEST = 3
-    AM_BLOCKS = 4
-    AM_DATA = 5
-    AM_END = 6
-    AM_CANCEL = 7
     PING_AGAIN_NS = 200000000
     ENTITLED = 2 * STREAM_CHUNK
     # Requests that a puller has open at one owner: the others wait for their turn.
     MAX_REQUESTS = 512
-    # Block numbers that one link's requests may hold at the owner (64 MiB of them).
-    MAX_BLOCKS = 16777216
-
-
-cdef struct Head:
-    uint32_t slot
-    uint32_t status
-    uint64_t token
-    uint64_t transfer
 
 
 cdef struct Request:
@@ -122,6 +109,7 @@ cdef struct Request:
     uint64_t n_blocks
     uint64_t block_len
     uint64_t start
+    uint64_t offer              # of ours that this request answers, 0: none
 
 
 cdef struct Blocks:
@@ -165,7 +153,7 @@ cdef void mark_all(Core* core) noexcept nogil:
         link = link.next
 
 
-cdef void send(Link* link, unsigned int am, SendOp* op, const void* payload,
+cdef void am_send(Link* link, unsigned int am, SendOp* op, const void* payload,
                uint64_t length) noexcept nogil:
     """Hand `op`, whose header is filled, to UCX; it comes back through on_sent."""
     cdef ucp_request_param_t param
@@ -185,24 +173,24 @@ cdef void send(Link* link, unsigned int am, SendOp* op, const void* payload,
         on_sent(NULL, UCS_PTR_STATUS(request), op)
 
 
-cdef inline void fill_head(Head* head, const Link* link, uint64_t transfer) noexcept nogil:
+cdef void am_head(Head* head, const Link* link, uint64_t transfer) noexcept nogil:
     head.slot = link.peer_slot
     head.status = 0
     head.token = link.peer_token
     head.transfer = transfer
 
 
-cdef bint send_head(Link* link, unsigned int am, uint64_t transfer,
+cdef bint am_send_head(Link* link, unsigned int am, uint64_t transfer,
                     uint32_t status) noexcept nogil:
     cdef SendOp* op = send_new(link.core)
     cdef Head* head
     if op == NULL:
         return False
     head = <Head*>op.header
-    fill_head(head, link, transfer)
+    am_head(head, link, transfer)
     head.status = status
     op.header_length = sizeof(Head)
-    send(link, am, op, NULL, 0)
+    am_send(link, am, op, NULL, 0)
     return True
 
 
@@ -220,10 +208,10 @@ cdef bint send_request(Link* link, Transfer* t) noexcept nogil:
     cursor_seek(&t.dst_cursor, &t.dst_geo, t.good)
     t.requested = True
     request = <Request*>op.header
-    fill_head(&request.head, link, transfer_number(t))
-    request.cache_id = t.src.cache_id
-    request.generation = t.src.generation
-    request.cache_slot = t.src.slot
+    am_head(&request.head, link, transfer_number(t))
+    request.cache_id = t.far.cache_id
+    request.generation = t.far.generation
+    request.cache_slot = t.far.slot
     request.first_tensor = t.src_geo.first
     request.tensors = t.src_geo.count
     request.has_blocks = t.src_geo.blocks != NULL
@@ -231,36 +219,37 @@ cdef bint send_request(Link* link, Transfer* t) noexcept nogil:
     request.n_blocks = t.src_geo.n_blocks
     request.block_len = t.src_geo.block_len
     request.start = t.good
+    request.offer = t.offer
     op.header_length = sizeof(Request)
     if t.src_geo.blocks == NULL:
-        send(link, AM_REQUEST, op, NULL, 0)
+        am_send(link, AM_REQUEST, op, NULL, 0)
         return True
-    count = send_blocks(link, AM_REQUEST, op, t, 0)
+    count = am_send_blocks(link, AM_REQUEST, op, &t.src_geo, 0)
     done = count
     while count > 0 and done < t.src_geo.n_blocks and not link.am.failed:
         op = send_new(link.core)
         if op == NULL:
             return False
         more = <Blocks*>op.header
-        fill_head(&more.head, link, transfer_number(t))
+        am_head(&more.head, link, transfer_number(t))
         more.position = done
         op.header_length = sizeof(Blocks)
-        count = send_blocks(link, AM_BLOCKS, op, t, done)
+        count = am_send_blocks(link, AM_BLOCKS, op, &t.src_geo, done)
         done += count
     return count > 0
 
 
-cdef uint64_t send_blocks(Link* link, unsigned int am, SendOp* op, Transfer* t,
-                          uint64_t position) noexcept nogil:
-    """Send the next block numbers of `t` with `op`; how many, 0 if memory is out."""
-    cdef uint64_t count = min(t.src_geo.n_blocks - position, <uint64_t>REQUEST_BLOCKS)
+cdef uint64_t am_send_blocks(Link* link, unsigned int am, SendOp* op, const Geometry* g,
+                             uint64_t position) noexcept nogil:
+    """Send the next block numbers of a list with `op`; how many, 0 if memory is out."""
+    cdef uint64_t count = min(g.n_blocks - position, <uint64_t>REQUEST_BLOCKS)
     # The transfer may end, and free its list, before UCX has sent this.
     op.payload = malloc(count * sizeof(uint32_t))
     if op.payload == NULL:
         send_free(link.core, op)
         return 0
-    memcpy(op.payload, t.src_geo.blocks + position, count * sizeof(uint32_t))
-    send(link, am, op, op.payload, count * sizeof(uint32_t))
+    memcpy(op.payload, g.blocks + position, count * sizeof(uint32_t))
+    am_send(link, am, op, op.payload, count * sizeof(uint32_t))
     return count
 
 
@@ -280,14 +269,14 @@ cdef void pump_requests(Link* link) noexcept nogil:
 cdef void pump_cancels(Link* link) noexcept nogil:
     while link.n_cancels > 0:
         link.n_cancels -= 1
-        send_head(link, AM_CANCEL, link.cancels[link.n_cancels], 0)
+        am_send_head(link, AM_CANCEL, link.cancels[link.n_cancels], 0)
 
 
 cdef ucs_status_t on_data(void* arg, const void* header, size_t header_length, void* data,
                           size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
     cdef const Data* message = <const Data*>header
     cdef const uint8_t* source = <const uint8_t*>data
-    cdef Link* link = addressed(<Core*>arg, &message.head, header_length, sizeof(Data), param)
+    cdef Link* link = am_addressed(<Core*>arg, &message.head, header_length, sizeof(Data), param)
     cdef Transfer* t
     cdef uint64_t run, target = 0
     if link == NULL:
@@ -314,7 +303,7 @@ cdef ucs_status_t on_data(void* arg, const void* header, size_t header_length, v
 cdef ucs_status_t on_end(void* arg, const void* header, size_t header_length, void* data,
                          size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
     cdef const Head* head = <const Head*>header
-    cdef Link* link = addressed(<Core*>arg, head, header_length, sizeof(Head), param)
+    cdef Link* link = am_addressed(<Core*>arg, head, header_length, sizeof(Head), param)
     cdef Transfer* t
     if link == NULL:
         return UCS_OK
@@ -335,14 +324,22 @@ cdef ucs_status_t on_end(void* arg, const void* header, size_t header_length, vo
 
 # --- owner ---------------------------------------------------------------------------------------
 
-cdef uint32_t check_request(Core* core, const Request* r, CacheMem** cache) noexcept nogil:
+cdef bint offered(Link* link, const CacheMem* mem, uint64_t number) noexcept nogil:
+    """Whether we are pushing from `mem` under that number: the peer may read it then."""
+    cdef Transfer* t = transfer_find(link.core, link, number)
+    return t != NULL and t.path == PATH_PUSH and t.near == mem
+
+
+cdef uint32_t check_request(Core* core, Link* link, const Request* r,
+                            CacheMem** cache) noexcept nogil:
     """Whether the request may be served: everything in it comes from another process."""
     cdef CacheMem* mem
     if r.cache_slot >= MAX_WORDS:
         return ST_PARAM_INVALID
     mem = core.caches[r.cache_slot]
     if (mem == NULL or mem.cache_id != r.cache_id or mem.generation != r.generation
-            or mem.retiring or not mem.readable):
+            or mem.retiring and not r.offer
+            or not (mem.readable or offered(link, mem, r.offer))):
         return ST_CACHE_NOT_EXIST
     if (r.tensors == 0 or r.first_tensor >= mem.num_tensors
             or r.tensors > mem.num_tensors - r.first_tensor
@@ -386,14 +383,14 @@ cdef ucs_status_t on_request(void* arg, const void* header, size_t header_length
                              size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
     cdef const Request* r = <const Request*>header
     cdef Core* core = <Core*>arg
-    cdef Link* link = addressed(core, &r.head, header_length, sizeof(Request), param)
+    cdef Link* link = am_addressed(core, &r.head, header_length, sizeof(Request), param)
     cdef CacheMem* mem = NULL
     cdef Serve* serve
     cdef Serve** tail
     cdef uint32_t status
     if link == NULL or link.n_serves >= MAX_SERVES:
         return UCS_OK
-    status = check_request(core, r, &mem)
+    status = check_request(core, link, r, &mem)
     serve = <Serve*>calloc(1, sizeof(Serve))
     if serve == NULL:
         return UCS_OK
@@ -444,7 +441,7 @@ cdef Serve* find_serve(Link* link, uint64_t number) noexcept nogil:
 cdef ucs_status_t on_blocks(void* arg, const void* header, size_t header_length, void* data,
                             size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
     cdef const Blocks* message = <const Blocks*>header
-    cdef Link* link = addressed(<Core*>arg, &message.head, header_length, sizeof(Blocks), param)
+    cdef Link* link = am_addressed(<Core*>arg, &message.head, header_length, sizeof(Blocks), param)
     cdef Serve* serve
     if link == NULL:
         return UCS_OK
@@ -461,14 +458,31 @@ cdef ucs_status_t on_blocks(void* arg, const void* header, size_t header_length,
 cdef ucs_status_t on_cancel(void* arg, const void* header, size_t header_length, void* data,
                             size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
     cdef const Head* head = <const Head*>header
-    cdef Link* link = addressed(<Core*>arg, head, header_length, sizeof(Head), param)
+    cdef Link* link = am_addressed(<Core*>arg, head, header_length, sizeof(Head), param)
     cdef Serve* serve
+    cdef Transfer* t
+    cdef Incoming* offer
+    cdef uint32_t left
     if link == NULL:
         return UCS_OK
     serve = find_serve(link, head.transfer)
     if serve != NULL:
         # Success here only means that there is nothing to tell the puller.
         end_serve(serve, ST_SUCCESS)
+        return UCS_OK
+    t = link.transfers
+    left = link.n_transfers
+    while left > 0:
+        left -= 1
+        if t.offer and t.offer == head.transfer:
+            transfer_end(t, ST_FAILED, UCS_OK, b"the sender gave it up")
+            return UCS_OK
+        t = t.link_next
+    offer = link.incoming
+    while offer != NULL:
+        if offer.number == head.transfer:
+            offer.number = 0
+        offer = offer.next
     return UCS_OK
 
 
@@ -495,7 +509,7 @@ cdef bint send_chunk(Link* link, Serve* serve) noexcept nogil:
         cursor_advance(&serve.cursor, &serve.geo, run)
         run = cursor_run(&serve.cursor, &serve.geo, STREAM_CHUNK - length, &source)
     data = <Data*>op.header
-    fill_head(&data.head, link, serve.transfer)
+    am_head(&data.head, link, serve.transfer)
     data.offset = serve.offset
     op.header_length = sizeof(Data)
     op.serve = serve
@@ -504,7 +518,7 @@ cdef bint send_chunk(Link* link, Serve* serve) noexcept nogil:
     serve.outstanding += 1
     link.stream_bytes += length
     link.bytes_served += length
-    send(link, AM_DATA, op, fill, length)
+    am_send(link, AM_DATA, op, fill, length)
     return True
 
 
@@ -515,7 +529,7 @@ cdef bint serve_over(Link* link, Serve* serve) noexcept nogil:
     if not serve.ended:
         return False
     if serve.status != ST_SUCCESS:
-        if not send_head(link, AM_END, serve.transfer, serve.status):
+        if not am_send_head(link, AM_END, serve.transfer, serve.status):
             return False
         serve.status = ST_SUCCESS
     # Should the endpoint break before its last bytes have left, the puller has to be told.
@@ -571,7 +585,7 @@ cdef void pump_serves(Link* link) noexcept nogil:
 
 # --- the plane -----------------------------------------------------------------------------------
 
-cdef Link* addressed(Core* core, const Head* head, size_t header_length, size_t expected,
+cdef Link* am_addressed(Core* core, const Head* head, size_t header_length, size_t expected,
                      const ucp_am_recv_param_t* param) noexcept nogil:
     """The link a message is for, or NULL: anyone can send packets to UCX's port."""
     cdef Link* link
@@ -590,7 +604,7 @@ cdef Link* addressed(Core* core, const Head* head, size_t header_length, size_t 
 
 cdef ucs_status_t on_ping(void* arg, const void* header, size_t header_length, void* data,
                           size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef Link* link = addressed(<Core*>arg, <const Head*>header, header_length, sizeof(Head),
+    cdef Link* link = am_addressed(<Core*>arg, <const Head*>header, header_length, sizeof(Head),
                                 param)
     if link != NULL:
         link.pong_due = True
@@ -600,7 +614,7 @@ cdef ucs_status_t on_ping(void* arg, const void* header, size_t header_length, v
 
 cdef ucs_status_t on_pong(void* arg, const void* header, size_t header_length, void* data,
                           size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef Link* link = addressed(<Core*>arg, <const Head*>header, header_length, sizeof(Head),
+    cdef Link* link = am_addressed(<Core*>arg, <const Head*>header, header_length, sizeof(Head),
                                 param)
     if link != NULL and not link.proven and link.am.state == OPEN and not link.am.failed:
         link.proven = True
@@ -611,7 +625,7 @@ cdef ucs_status_t on_pong(void* arg, const void* header, size_t header_length, v
     return UCS_OK
 
 
-cdef ucs_status_t install(Core* core, ucp_worker_h worker, unsigned int am,
+cdef ucs_status_t am_install(Core* core, ucp_worker_h worker, unsigned int am,
                           ucp_am_recv_callback_t callback) noexcept nogil:
     cdef ucp_am_handler_param_t param
     memset(&param, 0, sizeof(param))
@@ -625,19 +639,19 @@ cdef ucs_status_t install(Core* core, ucp_worker_h worker, unsigned int am,
 
 
 cdef ucs_status_t stream_install(Core* core, ucp_worker_h worker) noexcept nogil:
-    cdef ucs_status_t status = install(core, worker, AM_PING, on_ping)
+    cdef ucs_status_t status = am_install(core, worker, AM_PING, on_ping)
     if status == UCS_OK:
-        status = install(core, worker, AM_PONG, on_pong)
+        status = am_install(core, worker, AM_PONG, on_pong)
     if status == UCS_OK:
-        status = install(core, worker, AM_REQUEST, on_request)
+        status = am_install(core, worker, AM_REQUEST, on_request)
     if status == UCS_OK:
-        status = install(core, worker, AM_BLOCKS, on_blocks)
+        status = am_install(core, worker, AM_BLOCKS, on_blocks)
     if status == UCS_OK:
-        status = install(core, worker, AM_DATA, on_data)
+        status = am_install(core, worker, AM_DATA, on_data)
     if status == UCS_OK:
-        status = install(core, worker, AM_END, on_end)
+        status = am_install(core, worker, AM_END, on_end)
     if status == UCS_OK:
-        status = install(core, worker, AM_CANCEL, on_cancel)
+        status = am_install(core, worker, AM_CANCEL, on_cancel)
     return status
 
 
@@ -647,11 +661,11 @@ cdef void stream_prove(Link* link, uint64_t now) noexcept nogil:
         return
     if link.pong_due:
         link.pong_due = False
-        send_head(link, AM_PONG, 0, 0)
+        am_send_head(link, AM_PONG, 0, 0)
     if not link.proven and now >= link.ping_at:
         link.ping_at = now + PING_AGAIN_NS
         core_timer(link.core, link.ping_at, True)
-        send_head(link, AM_PING, 0, 0)
+        am_send_head(link, AM_PING, 0, 0)
 
 
 cdef void stream_pump(Link* link) noexcept nogil:
@@ -670,7 +684,7 @@ cdef void stream_plane_closed(Link* link) noexcept nogil:
     link.n_cancels = 0
     while left > 0:
         left -= 1
-        if t.path == PATH_STREAM:
+        if t.path != PATH_GET:
             t.requested = False
         t = t.link_next
     while serve != NULL:

@@ -16,4 +16,6 @@ cdef void transfer_settle(Transfer* t) noexcept nogil
 cdef void transfer_renumber(Transfer* t) noexcept nogil
 cdef uint64_t transfer_number(const Transfer* t) noexcept nogil
 cdef Transfer* transfer_find(Core* core, Link* link, uint64_t number) noexcept nogil
+cdef void answer_later(Link* link, uint64_t offer, uint32_t status, uint32_t path,
+                       uint64_t spans) noexcept nogil
 cdef void remote_unref(RemoteMem* r) noexcept nogil

@@ -9,7 +9,7 @@ All functions want the engine's lock to be held.
 """
 
 from libc.stdint cimport uint32_t, uint64_t
-from libc.stdlib cimport calloc, free
+from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport strncpy
 from posix.unistd cimport close, write
 
@@ -19,6 +19,7 @@ from ucxkv.core cimport (
     LATENCY_BUCKETS,
     MAX_TRANSFERS,
     PATH_GET,
+    PATH_PUSH,
     PATH_STREAM,
     RUNNING,
     ST_CACHE_NOT_EXIST,
@@ -26,6 +27,7 @@ from ucxkv.core cimport (
     ST_SUCCESS,
     ST_TIMEOUT,
     WAITING,
+    Answer,
     Core,
     Link,
     RemoteMem,
@@ -142,9 +144,12 @@ cdef void transfer_begin(Transfer* t, Link* link) noexcept nogil:
     """Put `t`, whose memory and geometry are set, on its link."""
     t.link = link
     t.state = RUNNING
-    t.dst.pulls += 1
-    t.src.refs += 1
-    t.src.active += 1
+    if t.path == PATH_PUSH:
+        t.near.pushes += 1
+    else:
+        t.near.pulls += 1
+    t.far.refs += 1
+    t.far.active += 1
     link.n_transfers += 1
     if link.transfers == NULL:
         t.link_prev = t
@@ -194,7 +199,7 @@ cdef void transfer_end(Transfer* t, uint32_t status, ucs_status_t ucs,
     t.ucs = ucs
     if reason != NULL:
         strncpy(t.reason, reason, sizeof(t.reason) - 1)
-    if t.state == RUNNING and t.path == PATH_STREAM and t.requested and status != ST_SUCCESS:
+    if t.state == RUNNING and t.path != PATH_GET and t.requested and status != ST_SUCCESS:
         cancel_later(t.link, transfer_number(t))
     t.state = FENCING
     if t.outstanding > 0:
@@ -249,17 +254,42 @@ cdef void leave_link(Transfer* t) noexcept nogil:
     link.dirty = True
     if link.watched and link.n_transfers == 0:
         core_notify(t.core)
-    t.src.active -= 1
-    if t.src.retired and t.src.active == 0:
+    t.far.active -= 1
+    if t.far.retired and t.far.active == 0:
         core_notify(t.core)
-    t.dst.pulls -= 1
-    if t.dst.retiring:
+    if t.path == PATH_PUSH:
+        t.near.pushes -= 1
+    else:
+        t.near.pulls -= 1
+    if t.near.retiring or t.offer:
         pthread_cond_broadcast(&t.core.idle)
+    if t.offer:
+        answer_later(link, t.offer, t.status, t.path, t.spans)
     if t.status == ST_SUCCESS:
         if t.path == PATH_GET:
             link.bytes_get += t.total
-        else:
+        elif t.path == PATH_STREAM:
             link.bytes_stream += t.total
+        else:
+            link.bytes_pushed += t.total
+
+
+cdef void answer_later(Link* link, uint64_t offer, uint32_t status, uint32_t path,
+                       uint64_t spans) noexcept nogil:
+    """Tell the sender of an offer how it went; unsent for want of memory, its deadline decides."""
+    cdef Answer* grown
+    if link.n_answers == link.cap_answers:
+        grown = <Answer*>realloc(link.answers, (2 * link.cap_answers + 16) * sizeof(Answer))
+        if grown == NULL:
+            return
+        link.answers = grown
+        link.cap_answers = 2 * link.cap_answers + 16
+    link.answers[link.n_answers].number = offer
+    link.answers[link.n_answers].status = status
+    link.answers[link.n_answers].path = path
+    link.answers[link.n_answers].spans = spans
+    link.n_answers += 1
+    link.dirty = True
 
 
 cdef void transfer_settle(Transfer* t) noexcept nogil:
@@ -270,7 +300,8 @@ cdef void transfer_settle(Transfer* t) noexcept nogil:
     t.ended = now_ns()
     if t.link != NULL:
         leave_link(t)
-    count_end(t)
+    if not t.offer:
+        count_end(t)
     core.transfers[t.index] = NULL
     core.free_transfers[core.n_free_transfers] = t.index
     core.n_free_transfers += 1
@@ -280,8 +311,8 @@ cdef void transfer_settle(Transfer* t) noexcept nogil:
         core.first_transfer = t.next
     if t.next != NULL:
         t.next.prev = t.prev
-    if t.src != NULL:
-        remote_unref(t.src)
+    if t.far != NULL:
+        remote_unref(t.far)
     pthread_mutex_lock(&t.mutex)
     t.state = DONE
     if t.status == ST_SUCCESS:
