@@ -311,6 +311,18 @@ class Listener:
         # Who serves has this listener: what both refer to must not wait for a collection.
         self._serve = _gone
 
+    async def end(self) -> None:
+        """Stop listening first, and then close: asyncio loses what it is just accepting if the two
+        are one."""
+        try:
+            for server in self._servers:
+                for sock in server.sockets:
+                    self._control.loop.remove_reader(sock.fileno())
+            for _ in range(3):
+                await asyncio.sleep(0)
+        finally:
+            self.close()
+
     def known(self, connection: Connection) -> None:
         """It has proven itself."""
         self._strangers.pop(connection, None)

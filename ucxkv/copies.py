@@ -38,15 +38,14 @@ def copy_slot(
     source = _cache_id(src_cache, "src_cache")
     _cache_id(dst_cache, "dst_cache")
     start = geometry.integer(offset, "offset")
-    call = geometry.check_call(
+    common = geometry.Common(
         CacheIndex(_NO_CLUSTER, source, src_batch_index),
         dst_cache,
-        dst_batch_index,
-        size,
         ext_param,
         _NO_DEADLINE,
         _NO_DEADLINE,
     )
+    call = geometry.check_slots(common, dst_batch_index, size)
     if start < 0:
         raise ParamInvalid(f"offset must not be negative, not {start}")
     return _copy(catalogue, call, start)
@@ -69,15 +68,10 @@ def copy_blocks(
         src_blocks, dst_blocks = _flat(src_blocks)
     elif src_blocks is None:
         raise TypeError("src_blocks must be a sequence of integers or a mapping, not None")
-    call = geometry.check_blocks_call(
-        CacheIndex(_NO_CLUSTER, source),
-        dst_cache,
-        src_blocks,
-        dst_blocks,
-        ext_param,
-        _NO_DEADLINE,
-        _NO_DEADLINE,
+    common = geometry.Common(
+        CacheIndex(_NO_CLUSTER, source), dst_cache, ext_param, _NO_DEADLINE, _NO_DEADLINE
     )
+    call = geometry.check_blocks(common, src_blocks, dst_blocks)
     return _copy(catalogue, call, 0)
 
 
@@ -109,8 +103,8 @@ def _signed(array: NDArray[Any]) -> NDArray[np.int64]:
 
 def _copy(catalogue: LocalCatalogue, call: geometry.Call, offset: int) -> TransferReport:
     began = time.perf_counter()
-    source = _entry(catalogue, call.src_cache_id)
-    target = _entry(catalogue, call.dst_cache_id)
+    source = _entry(catalogue, call.far_cache_id)
+    target = _entry(catalogue, call.near_cache_id)
     plan = geometry.plan(_reach(call, offset, source, target), source, target)
     if not target.native.writable:
         raise ParamInvalid(f"the tensors of cache {target.cache_id} are read-only")

@@ -289,8 +289,9 @@ class LlmDataDist:
         `tensors` are `num_tensors` C-contiguous arrays (NumPy, the buffer protocol, DLPack) of one
         shape and type, or plain addresses together with a `CacheDesc`; shape[0] is the number of
         slots or blocks.  With `cache_desc` None it is made from the tensors.  `access` "r" lets
-        peers pull, "rw" also push, "" neither.  Arrays must be writable to be pulled into.  They are
-        kept alive until the cache is unregistered; plain addresses are the caller's to keep valid.
+        peers pull, "rw" also push, "" neither.  Arrays must be writable to be pulled into.  They
+        are kept alive until the cache is unregistered; plain addresses are the caller's to keep
+        valid.
 
         Raises TypeError, ParamInvalid, FeatureNotEnabled (device memory) or LlmOutOfMemory.
         """
@@ -401,9 +402,9 @@ class LlmDataDist:
         was registered.  `timeout_ms` defaults to `Options.sync_cache_wait_time_ms`.
 
         Raises, by the first check that fails: TypeError; ParamInvalid (values); KvCacheNotExist
-        (local); NotYetLink; KvCacheNotExist (remote); ParamInvalid (geometry); FeatureNotEnabled (a
-        forced path the link does not have); then LlmTimeout, KvCacheNotExist, NotYetLink or LlmError
-        when the transfer fails.  After any of them no byte is written on its behalf.
+        (local); NotYetLink; KvCacheNotExist (remote); ParamInvalid (geometry); FeatureNotEnabled
+        (a forced path the link does not have); then LlmTimeout, KvCacheNotExist, NotYetLink or
+        LlmError when the transfer fails.  After any of them no byte is written on its behalf.
         """
         running = self._engine()
         call = geometry.check_slots(
@@ -557,8 +558,8 @@ class LlmDataDist:
     ) -> TransferReport:
         """Copy slot `src_batch_index` of a cache of ours into one slot of a peer's cache.
 
-        The mirror of `pull_kv_cache`: the peer's engine pulls what is offered to it, its application
-        takes no part.  Returns when the bytes are in the peer's memory.  The peer must have
+        The mirror of `pull_kv_cache`: the peer's engine pulls what is offered to it, its
+        application takes no part.  Returns when the bytes are in the peer's memory.  The peer must have
         registered the cache with access "rw" (FeatureNotEnabled).  A cache of ours of access ""
         can be pushed from; it then goes by path "stream".
 
@@ -710,7 +711,8 @@ def _prepare(
 ) -> tuple[Transfer, Callable[[], None]]:
     """A transfer that nothing writes for yet, and what starts it.
 
-    The two are apart so that an interrupt can come at any moment: who holds the transfer can end it.
+    The two are apart so that an interrupt can come at any moment: who holds the transfer can end
+    it.
     """
     near = running.catalogue.get(call.near_cache_id)
     if near is None:
@@ -728,15 +730,13 @@ def _prepare(
         transfer = Transfer(_new(running, deadline, attended), what, call.timeout_ms)
         return transfer, partial(_submit, transfer, call, plan, get, link, far, near, attended)
     transfer = Transfer(_new(running, deadline, False), what, call.timeout_ms)
-    return transfer, partial(
-        running.links.loop.call_soon_threadsafe,
-        _start_later,
-        running,
-        transfer,
-        call,
-        near,
-        deadline,
-    )
+
+    def start() -> None:
+        running.links.loop.call_soon_threadsafe(
+            _start_later, running, transfer, call, near, deadline
+        )
+
+    return transfer, start
 
 
 def _new(running: _Running, deadline: int, attended: bool) -> TransferHandle:
@@ -784,7 +784,7 @@ def _submit(
     attended: bool,
 ) -> None:
     transfer._submitted(link)
-    spans = {
+    spans: dict[str, Any] = {
         "src_first": plan.src_first,
         "dst_first": plan.dst_first,
         "tensors": plan.tensors,

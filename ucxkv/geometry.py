@@ -211,7 +211,7 @@ def _side_layers(layers: tuple[int, int], n: int, num_tensors: int, side: str) -
     return layers[0] * n, layers[1] - layers[0] + 1
 
 
-def plan(call: Call, source: RemoteEntry | LocalEntry, target: LocalEntry) -> Plan:
+def plan(call: Call, source: Entry, target: Entry) -> Plan:
     """Step 6: geometry (ParamInvalid), and what it amounts to."""
     _check_slots(call, source, target)
     n = call.tensors_per_layer
@@ -233,11 +233,13 @@ def plan(call: Call, source: RemoteEntry | LocalEntry, target: LocalEntry) -> Pl
     length = _length(call, source, target)
     src_type, dst_type = source.desc.data_type, target.desc.data_type
     if DataType.UNDEFINED not in (src_type, dst_type) and src_type is not dst_type:
-        raise ParamInvalid(f"data types differ: source {src_type.name}, destination {dst_type.name}")
+        raise ParamInvalid(
+            f"data types differ: source {src_type.name}, destination {dst_type.name}"
+        )
     return Plan(src_first, dst_first, tensors, n, length)
 
 
-def _check_slots(call: Call, source: RemoteEntry | LocalEntry, target: LocalEntry) -> None:
+def _check_slots(call: Call, source: Entry, target: Entry) -> None:
     for blocks, entry, side in (
         (call.src_blocks, source, "source"),
         (call.dst_blocks, target, "destination"),
@@ -252,7 +254,7 @@ def _check_slots(call: Call, source: RemoteEntry | LocalEntry, target: LocalEntr
         )
 
 
-def _length(call: Call, source: RemoteEntry | LocalEntry, target: LocalEntry) -> int:
+def _length(call: Call, source: Entry, target: Entry) -> int:
     """Bytes to copy to each destination slot or block."""
     if call.dst_blocks is not None and call.src_blocks is None:
         needed = call.dst_blocks.size * target.block_bytes

@@ -100,9 +100,13 @@ class Linking:
         Raises ExistLink while there are links, or OSError; nothing has changed then.
         """
         self._check_unlinked()
+        old = self._listener
         if move:
-            await self._move(wanted)
+            await self._listen_anew(wanted)
+        # No link can be made between the last look for one and this.
         self._identity.role = role
+        if move:
+            await old.end()
 
     def _check_unlinked(self) -> None:
         linked = {link.cluster_id for link in self.everyone() if link.state != "down"}
@@ -111,25 +115,24 @@ class Linking:
             names = ", ".join(map(str, sorted(linked)))
             raise ExistLink(f"there are links, finished or not, to these clusters: {names}")
 
-    async def _move(self, wanted: tuple[str, int] | None) -> None:
+    async def _listen_anew(self, wanted: tuple[str, int] | None) -> None:
+        """Listen elsewhere too, or there instead where both want one port."""
         old, address = self._listener, self.listen_address
         fresh = Listener(self.control, self._warn, self._serve)
-        # Two listeners can have one port only one after the other.
         in_the_way = address is not None and wanted is not None and address[1] == wanted[1]
-        if in_the_way:
-            old.close()
         try:
+            if in_the_way:
+                await old.end()
             moved = await fresh.open(*wanted) if wanted is not None else None
             # Meanwhile somebody may have linked.
             self._check_unlinked()
         except BaseException:
-            fresh.close()
+            await fresh.end()
             if in_the_way and address is not None and not self._closed:
                 self.listen_address = None
                 self._listener = Listener(self.control, self._warn, self._serve)
                 await self.listen(self._host, address[1])
             raise
-        old.close()
         self._listener, self.listen_address = fresh, moved
         self._host = wanted[0] if wanted is not None else ""
 

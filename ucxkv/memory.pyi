@@ -5,9 +5,7 @@ from numpy.typing import NDArray
 
 from ucxkv.endpoint import NativeLink
 
-def merge_ranges(
-    starts: Sequence[int], length: int
-) -> tuple[list[tuple[int, int]], list[int]]: ...
+def merge_ranges(starts: Sequence[int], length: int) -> tuple[list[tuple[int, int]], list[int]]: ...
 
 class LocalCache:
     def export(self) -> tuple[bytes, bytes, list[bytes]]: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 from dataclasses import dataclass
@@ -97,7 +98,8 @@ def _from_array(array: np.ndarray[Any, Any]) -> Tensor:
         raise ParamInvalid("a tensor is not C-contiguous")
     # An exported buffer cannot be resized, which an ordinary reference would not prevent.
     try:
-        hold: object = (array, memoryview(array.reshape(-1).view(np.uint8)))
+        flat: Any = array.reshape(-1).view(np.uint8)
+        hold: object = (array, memoryview(flat))
     except (TypeError, ValueError):
         hold = array
     return Tensor(
@@ -237,10 +239,9 @@ def allocate(desc: CacheDesc) -> list[np.ndarray[Any, Any]]:
     except (OSError, OverflowError, ValueError) as error:
         raise LlmOutOfMemory(f"cannot map {desc.num_tensors * pitch} bytes: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        # A kernel without transparent huge pages has ordinary ones.
+        with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without transparent huge pages: ordinary ones do
     whole = np.frombuffer(mapping, dtype=np.uint8)
     start = -whole.ctypes.data % _HUGE_PAGE
     return [

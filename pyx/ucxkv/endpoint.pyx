@@ -34,7 +34,7 @@ from ucxkv.core cimport (
     random64,
 )
 from ucxkv.pthread cimport now_ns
-from ucxkv.transfer cimport remote_unref, transfer_end
+from ucxkv.transfer cimport transfer_end
 from ucxkv.ucp cimport (
     UCP_EP_CLOSE_FLAG_FORCE,
     UCP_EP_PARAM_FIELD_ERR_HANDLER,
@@ -46,7 +46,6 @@ from ucxkv.ucp cimport (
     UCS_INPROGRESS,
     UCS_OK,
     UCS_PTR_IS_ERR,
-    UCS_PTR_STATUS,
     ucp_address_t,
     ucp_ep_close_nbx,
     ucp_ep_create,

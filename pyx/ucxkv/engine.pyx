@@ -24,8 +24,6 @@ from ucxkv.core cimport (
     ST_CACHE_NOT_EXIST,
     ST_FAILED,
     ST_NOT_YET_LINK,
-    ST_OUT_OF_MEMORY,
-    ST_SUCCESS,
     STREAM_CHUNK,
     WAITING,
     CacheMem,
@@ -82,7 +80,6 @@ from ucxkv.ucp cimport (
     ucp_worker_release_address,
     ucs_global_opts_set_value,
     ucs_status_string,
-    ucs_status_t,
 )
 
 

@@ -1,8 +1,8 @@
 """The path "get": one-sided reads of a peer's memory.
 
 Each transfer keeps a ring of GETs in flight, in stream order, and counts the bytes that have landed
-without a gap.  What has landed is believed only after a later GET of the cache's generation word has
-shown that the cache was still registered: see ``memory``.
+without a gap.  What has landed is believed only after a later GET of the cache's generation word
+has shown that the cache was still registered: see ``memory``.
 
 All functions want the engine's lock to be held.
 """

@@ -42,7 +42,6 @@ from ucxkv.core cimport (
     SendOp,
     Transfer,
     core_timer,
-    send_free,
     send_new,
 )
 from ucxkv.pthread cimport now_ns, pthread_cond_broadcast
@@ -389,7 +388,7 @@ cdef uint32_t take_offer(Link* link, Incoming* incoming) noexcept nogil:
 
 
 cdef bint readable_by_get(const RemoteMem* remote, const Transfer* t,
-                              uint64_t src_len) noexcept nogil:
+                          uint64_t src_len) noexcept nogil:
     """Whether an offer stays inside its source as the catalogue describes that."""
     cdef const Geometry* g = &t.src_geo
     cdef uint64_t i

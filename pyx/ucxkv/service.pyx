@@ -10,16 +10,12 @@ from posix.unistd cimport read
 
 from ucxkv.core cimport (
     CLOSED,
-    CLOSING,
-    DONE,
     FENCING,
     MAX_AM_WORKERS,
-    OPEN,
     ST_FAILED,
     ST_TIMEOUT,
     Core,
     Link,
-    Plane,
     RemoteMem,
     Transfer,
     core_lock,
@@ -34,7 +30,6 @@ from ucxkv.push cimport push_link_closed, push_plane_closed, push_pump
 from ucxkv.stream cimport stream_drop_serves, stream_plane_closed, stream_prove, stream_pump
 from ucxkv.transfer cimport remote_unref, transfer_end
 from ucxkv.ucp cimport (
-    UCS_ERR_BUSY,
     UCS_OK,
     ucp_rkey_destroy,
     ucp_worker_arm,

@@ -2,14 +2,14 @@
 
 Over active messages, all of them answered natively:
 
-========  ==================  ======================================================================
+========  ==================  ================================================================
 REQUEST   puller to owner     cache, generation, tensors, slot or blocks, and the byte to begin at
 BLOCKS    puller to owner     further block numbers of a long request
 DATA      owner to puller     bytes at one offset of the stream
 END       owner to puller     why there will be no more
 CANCEL    puller to owner     forget a request
 PING/PONG both                the data plane works in both directions
-========  ==================  ======================================================================
+========  ==================  ================================================================
 
 The owner copies what it sends into buffers of its own, with the lock held and the cache registered:
 so what arrives is what the cache held, unregistering never waits for a peer that does not read, and
@@ -154,7 +154,7 @@ cdef void mark_all(Core* core) noexcept nogil:
 
 
 cdef void am_send(Link* link, unsigned int am, SendOp* op, const void* payload,
-               uint64_t length) noexcept nogil:
+                  uint64_t length) noexcept nogil:
     """Hand `op`, whose header is filled, to UCX; it comes back through on_sent."""
     cdef ucp_request_param_t param
     cdef void* request
@@ -181,7 +181,7 @@ cdef void am_head(Head* head, const Link* link, uint64_t transfer) noexcept nogi
 
 
 cdef bint am_send_head(Link* link, unsigned int am, uint64_t transfer,
-                    uint32_t status) noexcept nogil:
+                       uint32_t status) noexcept nogil:
     cdef SendOp* op = send_new(link.core)
     cdef Head* head
     if op == NULL:
@@ -586,7 +586,7 @@ cdef void pump_serves(Link* link) noexcept nogil:
 # --- the plane -----------------------------------------------------------------------------------
 
 cdef Link* am_addressed(Core* core, const Head* head, size_t header_length, size_t expected,
-                     const ucp_am_recv_param_t* param) noexcept nogil:
+                        const ucp_am_recv_param_t* param) noexcept nogil:
     """The link a message is for, or NULL: anyone can send packets to UCX's port."""
     cdef Link* link
     if header_length != expected or param.recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV:
@@ -605,7 +605,7 @@ cdef Link* am_addressed(Core* core, const Head* head, size_t header_length, size
 cdef ucs_status_t on_ping(void* arg, const void* header, size_t header_length, void* data,
                           size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
     cdef Link* link = am_addressed(<Core*>arg, <const Head*>header, header_length, sizeof(Head),
-                                param)
+                                   param)
     if link != NULL:
         link.pong_due = True
         link.dirty = True
@@ -615,7 +615,7 @@ cdef ucs_status_t on_ping(void* arg, const void* header, size_t header_length, v
 cdef ucs_status_t on_pong(void* arg, const void* header, size_t header_length, void* data,
                           size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
     cdef Link* link = am_addressed(<Core*>arg, <const Head*>header, header_length, sizeof(Head),
-                                param)
+                                   param)
     if link != NULL and not link.proven and link.am.state == OPEN and not link.am.failed:
         link.proven = True
         link.ever_proven = True
@@ -626,7 +626,7 @@ cdef ucs_status_t on_pong(void* arg, const void* header, size_t header_length, v
 
 
 cdef ucs_status_t am_install(Core* core, ucp_worker_h worker, unsigned int am,
-                          ucp_am_recv_callback_t callback) noexcept nogil:
+                             ucp_am_recv_callback_t callback) noexcept nogil:
     cdef ucp_am_handler_param_t param
     memset(&param, 0, sizeof(param))
     param.field_mask = (UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_FLAGS

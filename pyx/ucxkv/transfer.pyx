@@ -192,7 +192,6 @@ cdef void transfer_advance(Transfer* t, uint64_t good) noexcept nogil:
 cdef void transfer_end(Transfer* t, uint32_t status, ucs_status_t ucs,
                        const char* reason) noexcept nogil:
     """Decide how `t` ends; what was decided first stays."""
-    cdef uint64_t number
     if t.state == DONE or t.state == FENCING:
         return
     t.status = status

@@ -88,7 +88,8 @@ cdef extern from "ucp/api/ucp.h" nogil:
         uint64_t field_mask
         ucs_thread_mode_t thread_mode
 
-    ctypedef void (*ucp_err_handler_cb_t)(void* arg, ucp_ep_h ep, ucs_status_t status) noexcept nogil
+    ctypedef void (*ucp_err_handler_cb_t)(void* arg, ucp_ep_h ep,
+                                          ucs_status_t status) noexcept nogil
 
     ctypedef struct ucp_err_handler_t:
         ucp_err_handler_cb_t cb

@@ -28,9 +28,7 @@ def set_role(ctx: Context, role: str, **changes: Any) -> actions.Outcome:
 
 def roles(ctx: Context) -> dict[int, str]:
     """The roles of linked clusters."""
-    return {
-        info.cluster_id: info.role.name for info in ctx.engine.links() if info.state == "up"
-    }
+    return {info.cluster_id: info.role.name for info in ctx.engine.links() if info.state == "up"}
 
 
 def change_until_told(ctx: Context) -> dict[str, int]:

@@ -53,8 +53,7 @@ def test_every_exception_is_in_the_table(readme: str) -> None:
     for name in ucxkv.__all__:
         kind = getattr(ucxkv, name)
         if isinstance(kind, type) and issubclass(kind, ucxkv.LlmError):
-            # ExistLink belongs to set_role, which is not there yet.
-            assert f"| `{name}` |" in readme or name == "ExistLink"
+            assert f"| `{name}` |" in readme
 
 
 def test_links_to_files_lead_somewhere(readme: str) -> None:
