@@ -355,7 +355,12 @@ class LlmDataDist:
             block_bytes=nbytes // blocks,
         )
         running.holds[cache_id] = hold or [tensor.hold for tensor in found]
-        running.catalogue.add(entry)
+        try:
+            running.catalogue.add(entry)
+        except ParamInvalid:
+            native.retire()
+            del running.holds[cache_id]
+            raise
         running.links.announce(entry)
         return Cache(cache_id, tuple(tensor.address for tensor in found), desc)
 
@@ -559,9 +564,9 @@ class LlmDataDist:
         """Copy slot `src_batch_index` of a cache of ours into one slot of a peer's cache.
 
         The mirror of `pull_kv_cache`: the peer's engine pulls what is offered to it, its
-        application takes no part.  Returns when the bytes are in the peer's memory.  The peer must have
-        registered the cache with access "rw" (FeatureNotEnabled).  A cache of ours of access ""
-        can be pushed from; it then goes by path "stream".
+        application takes no part.  Returns when the bytes are in the peer's memory.  The peer must
+        have registered the cache with access "rw" (FeatureNotEnabled).  A cache of ours of access
+        "" can be pushed from; it then goes by path "stream".
 
         Raises what `pull_kv_cache` raises.  After a failure the peer may still write the offered
         slot until it has heard of it; the peer's `quiesce` ends that.

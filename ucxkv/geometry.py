@@ -1,15 +1,15 @@
-"""The checks of a pull and the geometry they allow.
+"""The checks of a transfer and the geometry they allow.
 
-A pull's arguments are checked in a fixed order, and the first check that fails decides: types,
+A transfer's arguments are checked in a fixed order, and the first check that fails decides: types,
 values, the local cache, the link, the remote cache, geometry.  Those before the link are in
-:func:`check_call`, those after it in :func:`plan`.
+:func:`check_slots` and :func:`check_blocks`, those after it in :func:`plan`.
 """
 
 from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from ucxkv.types import Cache, CacheIndex, DataType, KvCacheExtParam
 if TYPE_CHECKING:
     from ucxkv.catalogue import LocalEntry, RemoteEntry
 
-    Entry = LocalEntry | RemoteEntry
+    Entry: TypeAlias = LocalEntry | RemoteEntry
 
 _ALL = (-1, -1)
 

@@ -431,16 +431,25 @@ cdef class TransferHandle:
         of each block are copied: the single blocks `src_block` and `dst_block`, or the lists.
         """
         cdef Transfer* t = self.t
-        check_side(src_first, tensors, source_length(block_len, src_blocks, dst_blocks), src_block,
-                   src_blocks, remote.mem.num_tensors, remote.mem.blocks, remote.mem.block_bytes)
-        check_side(dst_first, tensors, block_len, dst_block, dst_blocks,
-                   local.mem.num_tensors, local.mem.blocks, local.mem.block_bytes)
+        cdef uint64_t src_len = source_length(block_len, src_blocks, dst_blocks)
+        cdef uint32_t* src_copy = NULL
+        cdef uint32_t* dst_copy = NULL
         if tensors_per_layer == 0 or not local.mem.writable:
             raise ValueError("a destination must be writable, a layer has at least one tensor")
         if get and remote.mem.n_regions == 0:
             raise ValueError("the peer gave no rkeys for this cache")
-        cdef uint32_t* src_copy = copy_blocks(src_blocks)
-        cdef uint32_t* dst_copy = copy_blocks(dst_blocks)
+        # Copied before they are checked: the caller's array may change meanwhile.
+        try:
+            src_copy = copy_blocks(src_blocks)
+            dst_copy = copy_blocks(dst_blocks)
+            check_side(src_first, tensors, src_len, src_block, src_copy, src_blocks,
+                       remote.mem.num_tensors, remote.mem.blocks, remote.mem.block_bytes)
+            check_side(dst_first, tensors, block_len, dst_block, dst_copy, dst_blocks,
+                       local.mem.num_tensors, local.mem.blocks, local.mem.block_bytes)
+        except BaseException:
+            free_blocks(src_copy)
+            free_blocks(dst_copy)
+            raise
         with nogil:
             core_lock(self.core)
             if self.startable(link.link, remote.mem, local.mem):
@@ -471,14 +480,22 @@ cdef class TransferHandle:
               const uint32_t[::1] dst_blocks=None):
         """Start a push: the reverse of `submit`, from `local` to `remote`."""
         cdef Transfer* t = self.t
-        check_side(src_first, tensors, source_length(block_len, src_blocks, dst_blocks), src_block,
-                   src_blocks, local.mem.num_tensors, local.mem.blocks, local.mem.block_bytes)
-        check_side(dst_first, tensors, block_len, dst_block, dst_blocks,
-                   remote.mem.num_tensors, remote.mem.blocks, remote.mem.block_bytes)
+        cdef uint64_t src_len = source_length(block_len, src_blocks, dst_blocks)
+        cdef uint32_t* src_copy = NULL
+        cdef uint32_t* dst_copy = NULL
         if tensors_per_layer == 0:
             raise ValueError("a layer has at least one tensor")
-        cdef uint32_t* src_copy = copy_blocks(src_blocks)
-        cdef uint32_t* dst_copy = copy_blocks(dst_blocks)
+        try:
+            src_copy = copy_blocks(src_blocks)
+            dst_copy = copy_blocks(dst_blocks)
+            check_side(src_first, tensors, src_len, src_block, src_copy, src_blocks,
+                       local.mem.num_tensors, local.mem.blocks, local.mem.block_bytes)
+            check_side(dst_first, tensors, block_len, dst_block, dst_copy, dst_blocks,
+                       remote.mem.num_tensors, remote.mem.blocks, remote.mem.block_bytes)
+        except BaseException:
+            free_blocks(src_copy)
+            free_blocks(dst_copy)
+            raise
         with nogil:
             core_lock(self.core)
             if self.startable(link.link, remote.mem, local.mem):
@@ -629,8 +646,8 @@ cdef class TransferHandle:
 
 
 cdef void check_side(uint64_t first, uint64_t tensors, uint64_t length, uint64_t block,
-                     const uint32_t[::1] blocks, uint64_t num_tensors, uint64_t num_blocks,
-                     uint64_t block_bytes) except *:
+                     const uint32_t* copied, const uint32_t[::1] blocks, uint64_t num_tensors,
+                     uint64_t num_blocks, uint64_t block_bytes) except *:
     cdef Py_ssize_t i
     cdef bint inside = (tensors <= num_tensors and first <= num_tensors - tensors
                         and length <= block_bytes)
@@ -638,7 +655,7 @@ cdef void check_side(uint64_t first, uint64_t tensors, uint64_t length, uint64_t
         inside = inside and block < num_blocks
     else:
         for i in range(blocks.shape[0]):
-            inside = inside and blocks[i] < num_blocks
+            inside = inside and copied[i] < num_blocks
     if not inside:
         raise ValueError("a transfer would leave the memory of its cache")
 

@@ -116,13 +116,15 @@ def test_flood(besieged: Besieged) -> None:
     before = settled(owner)
     samples = []
     for seed in (1, 2):
-        pulling = puller.start(serving.pull_until_told, "kv", 1, besieged.cache_id, 1)
+        puller.call(actions.paint, "kv", 0)
+        pulling = puller.start(serving.pull_until_told, "kv", 1, besieged.cache_id)
         connected = flood(owner.address, CONNECTIONS, besieged.hello, seed)
         puller.side(serving.finish)
         result = pulling.result()
         assert connected > CONNECTIONS * 0.9
         assert result["problems"] == [], result
         assert result["pulls"] > 100
+        assert puller.call(actions.wrong_tensors, "kv", 1) == []
         samples.append(settled(owner))
     first, second = samples
     assert second.fds <= first.fds

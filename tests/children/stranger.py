@@ -1,0 +1,163 @@
+"""A process that is no engine and sends packets of its own making to an engine's UCX port.
+
+It talks to libucp directly (the same one that ucxkv has loaded), since nothing that the library
+offers can be made to send a message that is not its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import struct
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from child import Context
+
+# Numbers of ucp/api/ucp.h and of the library's own messages.
+FEATURE_AM = 1 << 6
+PARAM_FEATURES = 1 << 0
+EP_REMOTE_ADDRESS = 1 << 0
+MESSAGES = range(20)
+# The front of every message: slot, status, token, number of the transfer.
+HEAD = struct.Struct("<IIQQ")
+# A request behind its head: cache id, generation, word slot, first tensor, tensors, has blocks,
+# block, number of blocks, bytes of each, start, number of the offer it answers.
+REQUEST = struct.Struct("<qQIIIIQQQQQ")
+
+
+def data_plane(ctx: Context, cluster_id: int) -> dict[str, Any]:
+    """What an engine keeps from strangers: where its data plane is and what its link expects."""
+    running = ctx.engine._running
+    link = running.links.lookup(cluster_id)
+    caches = [
+        {
+            "cache_id": entry.cache_id,
+            "generation": entry.native.generation,
+            "slot": entry.native.slot,
+            "block_bytes": entry.block_bytes,
+        }
+        for entry in running.catalogue.snapshot()
+    ]
+    return {
+        "address": running.native.worker_address(0),
+        "slot": link.native.slot,
+        "token": link.native.token,
+        "caches": caches,
+    }
+
+
+def drops(ctx: Context, cluster_id: int) -> tuple[int, int]:
+    """Messages dropped because they named no link, and because their token was wrong."""
+    running = ctx.engine._running
+    link = running.links.lookup(cluster_id)
+    return running.native.totals()["dropped"], link.native.counters["dropped"]
+
+
+class Sender:
+    """A UCX worker with one endpoint, as bare as can be."""
+
+    def __init__(self, address: bytes) -> None:
+        import ucxkv  # noqa: F401  loads libucp
+        from ucxkv import settings
+        from ucxkv._load import loaded
+        from ucxkv.options import Options
+
+        self.ucp = ctypes.CDLL("libucp.so.0")
+        for name in ("ucp_am_send_nbx", "ucp_worker_create", "ucp_ep_create"):
+            getattr(self.ucp, name)
+        self.ucp.ucp_am_send_nbx.restype = ctypes.c_void_p
+        config = ctypes.c_void_p()
+        self.check(self.ucp.ucp_config_read(None, None, ctypes.byref(config)))
+        version = loaded().version
+        for name, value in settings.am_settings(Options(), "lo", version).items():
+            self.check(self.ucp.ucp_config_modify(config, name.encode(), value.encode()))
+        params = (ctypes.c_uint64 * 64)(PARAM_FEATURES, FEATURE_AM)
+        self.context = ctypes.c_void_p()
+        self.check(
+            self.ucp.ucp_init_version(
+                1, 13, ctypes.byref(params), config, ctypes.byref(self.context)
+            )
+        )
+        self.ucp.ucp_config_release(config)
+        self.worker = ctypes.c_void_p()
+        self.check(
+            self.ucp.ucp_worker_create(
+                self.context, ctypes.byref((ctypes.c_uint64 * 64)()), ctypes.byref(self.worker)
+            )
+        )
+        self.target = ctypes.create_string_buffer(address, len(address))
+        params = (ctypes.c_uint64 * 64)(EP_REMOTE_ADDRESS, ctypes.addressof(self.target))
+        self.ep = ctypes.c_void_p()
+        self.check(self.ucp.ucp_ep_create(self.worker, ctypes.byref(params), ctypes.byref(self.ep)))
+
+    @staticmethod
+    def check(status: int) -> None:
+        if status != 0:
+            raise RuntimeError(f"UCX: {status}")
+
+    def send(self, message: int, header: bytes, payload: bytes = b"") -> None:
+        """Send an active message and wait until UCX is done with it."""
+        param = (ctypes.c_uint64 * 32)()
+        request = self.ucp.ucp_am_send_nbx(
+            self.ep,
+            ctypes.c_uint(message),
+            header,
+            ctypes.c_size_t(len(header)),
+            payload,
+            ctypes.c_size_t(len(payload)),
+            ctypes.byref(param),
+        )
+        if not request:
+            return
+        end = time.monotonic() + 5
+        request = ctypes.c_void_p(request)
+        while self.ucp.ucp_request_check_status(request) == 1:
+            self.ucp.ucp_worker_progress(self.worker)
+            if time.monotonic() > end:
+                raise RuntimeError("a message was not sent within 5 s")
+        self.ucp.ucp_request_free(request)
+
+    def close(self) -> None:
+        for _ in range(100):
+            self.ucp.ucp_worker_progress(self.worker)
+        self.ucp.ucp_worker_destroy(self.worker)
+        self.ucp.ucp_cleanup(self.context)
+
+
+def intrude(ctx: Context, plane: dict[str, Any], count: int) -> int:
+    """Send `count` messages that carry no valid token: well-formed requests, chunks for possible
+    transfers, heads of every length, noise."""
+    rng = random.Random(11)
+    sender = Sender(plane["address"])
+    for number in range(count):
+        token = rng.choice([0, plane["token"] ^ 1, plane["token"] ^ (1 << 63), rng.getrandbits(64)])
+        slot = rng.choice([plane["slot"], plane["slot"] + 1, 8191, 8192, 2**32 - 1])
+        head = HEAD.pack(slot, 0, token, rng.choice([0, 1, rng.getrandbits(64)]))
+        kind = number % 4
+        if kind == 0:
+            cache = rng.choice(plane["caches"])
+            request = REQUEST.pack(
+                cache["cache_id"],
+                cache["generation"],
+                cache["slot"],
+                0,
+                1,
+                0,
+                0,
+                1,
+                cache["block_bytes"],
+                0,
+                0,
+            )
+            sender.send(3, head + request)
+        elif kind == 1:
+            sender.send(rng.choice(MESSAGES), head, rng.randbytes(rng.choice([0, 8, 1000])))
+        elif kind == 2:
+            size = rng.randrange(len(head) + 100)
+            sender.send(rng.choice(MESSAGES), (head + rng.randbytes(100))[:size])
+        else:
+            sender.send(rng.choice(MESSAGES), rng.randbytes(rng.randrange(1, 120)))
+    sender.close()
+    return count
