@@ -13,7 +13,7 @@ PING/PONG both                the data plane works in both directions
 
 The owner copies what it sends into buffers of its own, with the lock held and the cache registered,
 so what arrives is what the cache held, unregistering never waits for a peer that does not read, and
-a message that UCX cannot take back refers to nobody's memory.  (Sending from where the bytes lie was
+a message that UCX cannot take back refers to nobody's memory.  (Sending from where they lie was
 not measurably faster.)  Every message begins with the receiving link's slot and token.
 
 All functions want the engine's lock to be held.
