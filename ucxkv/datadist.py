@@ -39,6 +39,7 @@ from ucxkv.types import (
     CacheIndex,
     ClusterInfo,
     EngineStats,
+    IpInfo,
     KvCacheExtParam,
     LinkInfo,
     LinkResult,
@@ -48,6 +49,8 @@ from ucxkv.types import (
 
 _ACCESS = ("r", "rw", "")
 _STOP_SECONDS = 1.0
+# A century: what is longer would not fit the clock.
+_FOREVER_MS = 100 * 365 * 86400e3
 
 
 class _Running:
@@ -119,9 +122,7 @@ class LlmDataDist:
         self, cluster_id: int, role: LlmRole = LlmRole.MIX, options: Options | None = None
     ) -> None:
         self._running: _Running | None = None
-        self._cluster_id = geometry.integer(cluster_id, "cluster_id")
-        if self._cluster_id < 0 or self._cluster_id >= 1 << 63:
-            raise ParamInvalid(f"cluster_id must be from 0 to 2**63 - 1, not {cluster_id}")
+        self._cluster_id = _cluster_number(cluster_id)
         if not isinstance(role, LlmRole):
             raise TypeError(f"role must be an LlmRole, not {type(role).__name__}")
         if options is not None and not isinstance(options, Options):
@@ -316,6 +317,8 @@ class LlmDataDist:
             raise TypeError(f"cache_desc must be a CacheDesc, not {type(cache_desc).__name__}")
         if access not in _ACCESS:
             raise ParamInvalid(f"access must be one of 'r', 'rw' and '', not {access!r}")
+        if not isinstance(access, str):
+            raise TypeError(f"access must be a string, not {type(access).__name__}")
         arrays = tensors.allocate(cache_desc)
         addresses = [array.ctypes.data for array in arrays]
         found, desc = _resolve(addresses, cache_desc)
@@ -346,6 +349,8 @@ class LlmDataDist:
             )
         except MemoryError as error:
             raise LlmOutOfMemory(str(error)) from error
+        except RuntimeError as error:
+            raise LlmError(str(error)) from error
         entry = LocalEntry(
             cache_id=cache_id,
             desc=desc,
@@ -357,7 +362,7 @@ class LlmDataDist:
         running.holds[cache_id] = hold or [tensor.hold for tensor in found]
         try:
             running.catalogue.add(entry)
-        except ParamInvalid:
+        except BaseException:
             native.retire()
             del running.holds[cache_id]
             raise
@@ -722,7 +727,7 @@ def _prepare(
     near = running.catalogue.get(call.near_cache_id)
     if near is None:
         raise KvCacheNotExist(f"no local cache {call.near_cache_id} is registered")
-    deadline = monotonic_ns() + int(call.timeout_ms * 1e6)
+    deadline = monotonic_ns() + int(min(call.timeout_ms, _FOREVER_MS) * 1e6)
     what = (
         f"push to cache {call.far_cache_id} of cluster {call.cluster_id}"
         if call.push
@@ -737,9 +742,8 @@ def _prepare(
     transfer = Transfer(_new(running, deadline, False), what, call.timeout_ms)
 
     def start() -> None:
-        running.links.loop.call_soon_threadsafe(
-            _start_later, running, transfer, call, near, deadline
-        )
+        if not running.links.post(_start_later, running, transfer, call, near, deadline):
+            raise LlmError("the engine was finalized")
 
     return transfer, start
 
@@ -795,8 +799,9 @@ def _submit(
         "tensors": plan.tensors,
         "tensors_per_layer": plan.tensors_per_layer,
         "block_len": plan.block_len,
-        "src_block": call.src_batch,
-        "dst_block": call.dst_batch,
+        # Of a side that is given by blocks, the index of a slot means nothing.
+        "src_block": call.src_batch if call.src_blocks is None else 0,
+        "dst_block": call.dst_batch if call.dst_blocks is None else 0,
         "src_blocks": call.src_blocks,
         "dst_blocks": call.dst_blocks,
     }
@@ -837,14 +842,45 @@ def _timeout(timeout_ms: Any) -> float:
     value = geometry.milliseconds(timeout_ms, "timeout_ms")
     if not value > 0:
         raise ParamInvalid(f"timeout_ms must be positive, not {timeout_ms}")
-    return value
+    return min(value, _FOREVER_MS)
 
 
 def _clusters(clusters: Any) -> list[ClusterInfo]:
     if isinstance(clusters, ClusterInfo) or not hasattr(clusters, "__iter__"):
         raise TypeError("clusters must be a sequence of ClusterInfo")
-    checked = list(clusters)
-    for cluster in checked:
-        if not isinstance(cluster, ClusterInfo):
-            raise TypeError(f"clusters must hold ClusterInfo, not {type(cluster).__name__}")
-    return checked
+    return [_cluster(cluster) for cluster in clusters]
+
+
+def _cluster(cluster: Any) -> ClusterInfo:
+    """`cluster` with everything in it checked."""
+    if not isinstance(cluster, ClusterInfo):
+        raise TypeError(f"clusters must hold ClusterInfo, not {type(cluster).__name__}")
+    if cluster.remote_role is not None and not isinstance(cluster.remote_role, LlmRole):
+        raise TypeError("remote_role must be an LlmRole or None")
+    return ClusterInfo(
+        _cluster_number(cluster.remote_cluster_id),
+        _addresses(cluster.remote_ip_infos, "remote_ip_infos"),
+        cluster.remote_role,
+        _addresses(cluster.local_ip_infos, "local_ip_infos"),
+    )
+
+
+def _cluster_number(value: Any) -> int:
+    number = geometry.integer(value, "cluster_id")
+    if not 0 <= number < 1 << 63:
+        raise ParamInvalid(f"cluster_id must be from 0 to 2**63 - 1, not {number}")
+    return number
+
+
+def _addresses(infos: Any, name: str) -> tuple[IpInfo, ...]:
+    if isinstance(infos, IpInfo) or not hasattr(infos, "__iter__"):
+        raise TypeError(f"{name} must be a sequence of IpInfo")
+    checked = []
+    for info in infos:
+        if not isinstance(info, IpInfo) or not isinstance(info.ip, str):
+            raise TypeError(f"{name} must hold IpInfo with an address or a name")
+        port = geometry.integer(info.port, "port")
+        if not 0 <= port <= 65535:
+            raise ParamInvalid(f"port must be from 0 to 65535, not {port}")
+        checked.append(IpInfo(info.ip, port))
+    return tuple(checked)

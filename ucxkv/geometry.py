@@ -75,9 +75,12 @@ def integer(value: Any, name: str) -> int:
 
 def milliseconds(value: Any, name: str) -> float:
     """`value` as a number of milliseconds; TypeError for anything that is no number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, (float, np.floating)):
+        return float(value)
+    try:
         return float(integer(value, name))
-    return float(value)
+    except OverflowError:
+        raise ParamInvalid(f"{name} is too large") from None
 
 
 def _layer_range(value: Any, name: str) -> tuple[int, int]:

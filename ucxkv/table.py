@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ucxkv._version import __version__
@@ -145,6 +145,10 @@ class LinkTable:
     def _end(self) -> None:
         self._linking.let_go()
         del self._native
+
+    def post(self, callback: Callable[..., object], *args: Any) -> bool:
+        """Have the control loop call it soon; False if the engine is being finalized."""
+        return self._control.post(callback, *args)
 
     def keep(self, task: asyncio.Future[Any]) -> None:
         """Hold a task of the loop until it is done, and log what it fails with."""

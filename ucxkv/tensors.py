@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import operator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -15,7 +16,8 @@ from ucxkv.errors import FeatureNotEnabled, LlmOutOfMemory, ParamInvalid
 from ucxkv.types import CacheDesc, CachePlacement, DataType
 
 _HUGE_PAGE = 2 << 20
-_ADDRESS_END = 1 << 64
+_ADDRESS_END = 1 << 63
+_MOST_DIMENSIONS = 32
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ def data_type_of(dtype: np.dtype[Any]) -> DataType:
 def _from_array(array: np.ndarray[Any, Any]) -> Tensor:
     if not array.flags.c_contiguous:
         raise ParamInvalid("a tensor is not C-contiguous")
+    if array.dtype.hasobject:
+        raise ParamInvalid("references to Python objects mean nothing in another process")
     # An exported buffer cannot be resized, which an ordinary reference would not prevent.
     try:
         flat: Any = array.reshape(-1).view(np.uint8)
@@ -174,6 +178,8 @@ def resolve(tensors: Any, desc: CacheDesc | None) -> tuple[list[Tensor], CacheDe
     """
     if desc is not None and not isinstance(desc, CacheDesc):
         raise TypeError(f"cache_desc must be a CacheDesc or None, not {type(desc).__name__}")
+    if desc is not None:
+        desc = _plain(desc)
     if isinstance(tensors, (str, bytes)) or not hasattr(tensors, "__iter__"):
         raise TypeError("tensors must be a sequence of tensors")
     found = [_resolve(tensor) for tensor in tensors]
@@ -214,6 +220,24 @@ def resolve(tensors: Any, desc: CacheDesc | None) -> tuple[list[Tensor], CacheDe
     )
 
 
+def _plain(desc: CacheDesc) -> CacheDesc:
+    """`desc` made of plain Python values; TypeError where that cannot be."""
+    if isinstance(desc.shape, (str, bytes)) or not hasattr(desc.shape, "__iter__"):
+        raise TypeError("CacheDesc.shape must be a sequence of integers")
+    if not isinstance(desc.data_type, DataType):
+        raise TypeError("CacheDesc.data_type must be a DataType")
+    if desc.placement is not None and not isinstance(desc.placement, CachePlacement):
+        raise TypeError("CacheDesc.placement must be a CachePlacement or None")
+    try:
+        shape = tuple(operator.index(extent) for extent in desc.shape)
+        num_tensors = operator.index(desc.num_tensors)
+    except TypeError:
+        raise TypeError("CacheDesc needs integers for num_tensors and shape") from None
+    if len(shape) > _MOST_DIMENSIONS or any(extent >= _ADDRESS_END for extent in shape):
+        raise ParamInvalid(f"no memory has the shape {shape}")
+    return CacheDesc(num_tensors, shape, desc.data_type, desc.placement)
+
+
 def bytes_of(tensors: list[Tensor], desc: CacheDesc) -> int:
     """Bytes of one tensor of a cache that `resolve` has accepted."""
     for tensor in tensors:
@@ -227,6 +251,7 @@ def allocate(desc: CacheDesc) -> list[np.ndarray[Any, Any]]:
 
     Types that NumPy lacks (BF16, the 8-bit floats) come as unsigned integers of their size.
     """
+    desc = _plain(desc)
     if desc.data_type is DataType.UNDEFINED:
         raise ParamInvalid("memory can only be allocated for a known data type")
     if desc.num_tensors < 1 or not desc.shape or any(extent <= 0 for extent in desc.shape):

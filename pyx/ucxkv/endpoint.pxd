@@ -9,6 +9,7 @@ from ucxkv.ucp cimport ucs_status_t
 cdef class NativeLink:
     cdef Core* core
     cdef Link* link
+    cdef int worker
     cdef object _engine         # keeps `core` alive
     cdef list _plane_transports(self, void* query, Plane* plane)
 

@@ -162,6 +162,8 @@ cdef class LocalCache:
                 self.core.words[mem.slot] = mem.generation
                 self.core.caches[mem.slot] = mem
             core_unlock(self.core)
+        if mem.slot == 0 and self.core.stop:
+            raise RuntimeError("the engine is closed")
         if mem.slot == 0:
             raise MemoryError(f"an engine has at most {MAX_WORDS - 1} caches at a time")
 
