@@ -8,6 +8,8 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 from posix.unistd cimport close, getpid, write
 
+from ucxkv.errors import LlmError
+
 from ucxkv.context cimport check, worker_close, worker_open
 from ucxkv.core cimport (
     CLOSED,
@@ -403,7 +405,10 @@ cdef void end_waiting(Core* core) noexcept nogil:
 
 @cython.no_gc
 cdef class TransferHandle:
-    """One transfer.  Its life in the engine does not depend on this object's."""
+    """One transfer.  Its life in the engine does not depend on this object's.
+
+    In a forked child every method raises LlmError: the transfer is the parent's.
+    """
 
     cdef Core* core
     cdef Transfer* t
@@ -420,6 +425,11 @@ cdef class TransferHandle:
             transfer_unref(self.t)
             core_unlock(self.core)
 
+    cdef int ours(self) except -1:
+        if self.core.pid != getpid():
+            raise LlmError("this transfer belongs to the parent process")
+        return 0
+
     def submit(self, NativeLink link not None, RemoteCache remote not None,
                LocalCache local not None, *, bint get, uint32_t src_first, uint32_t dst_first,
                uint32_t tensors, uint32_t tensors_per_layer, uint64_t block_len,
@@ -430,6 +440,7 @@ cdef class TransferHandle:
         Of `tensors` tensors of each side, from `src_first` and `dst_first` on, `block_len` bytes
         of each block are copied: the single blocks `src_block` and `dst_block`, or the lists.
         """
+        self.ours()
         cdef Transfer* t = self.t
         cdef uint64_t src_len = source_length(block_len, src_blocks, dst_blocks)
         cdef uint32_t* src_copy = NULL
@@ -479,6 +490,7 @@ cdef class TransferHandle:
               uint64_t src_block=0, uint64_t dst_block=0, const uint32_t[::1] src_blocks=None,
               const uint32_t[::1] dst_blocks=None):
         """Start a push: the reverse of `submit`, from `local` to `remote`."""
+        self.ours()
         cdef Transfer* t = self.t
         cdef uint64_t src_len = source_length(block_len, src_blocks, dst_blocks)
         cdef uint32_t* src_copy = NULL
@@ -542,6 +554,7 @@ cdef class TransferHandle:
 
     def end(self, uint32_t status, str reason=""):
         """Have it end with `status`, fenced; does nothing if its end is decided already."""
+        self.ours()
         cdef bytes text = reason.encode()[:150]
         cdef const char* c_reason = text
         with nogil:
@@ -555,6 +568,7 @@ cdef class TransferHandle:
         Returns False if neither is so after `seconds`.  Signal handlers run meanwhile, unless
         `signals` is False.
         """
+        self.ours()
         cdef uint64_t end = <uint64_t>-1
         cdef uint64_t until
         cdef bint ready
@@ -573,6 +587,7 @@ cdef class TransferHandle:
 
     def event_fd(self):
         """An eventfd that becomes, and stays, readable when the transfer is over."""
+        self.ours()
         cdef uint64_t one = 1
         cdef Transfer* t = self.t
         with nogil:

@@ -213,6 +213,8 @@ cdef bint post_data(Link* link, Transfer* t) noexcept nogil:
     cdef uint64_t source = 0, target = 0, length, other
     cdef uint32_t tensor, region
     cdef GetOp* op
+    # Spans are counted as the destination has them, whatever they are cut into on their way.
+    t.spans += t.dst_cursor.run == 0
     length = cursor_run(&t.src_cursor, &t.src_geo, GET_MAX, &source)
     other = cursor_run(&t.dst_cursor, &t.dst_geo, length, &target)
     if other < length:
@@ -227,7 +229,6 @@ cdef bint post_data(Link* link, Transfer* t) noexcept nogil:
     op = &t.ring[(t.head + t.queued) % GET_RING]
     t.queued += 1
     t.posted += length
-    t.spans += 1
     op.transfer = t
     op.end = t.posted
     return post(link, op, <void*>target, length, source, t.far.rkeys[region],

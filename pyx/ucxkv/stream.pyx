@@ -290,10 +290,10 @@ cdef ucs_status_t on_data(void* arg, const void* header, size_t header_length, v
         return UCS_OK
     t.received += length
     while length > 0:
+        t.spans += t.dst_cursor.run == 0
         run = cursor_run(&t.dst_cursor, &t.dst_geo, length, &target)
         memcpy(<void*>target, source, run)
         cursor_advance(&t.dst_cursor, &t.dst_geo, run)
-        t.spans += 1
         source += run
         length -= run
     transfer_advance(t, t.received)

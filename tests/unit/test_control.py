@@ -22,6 +22,7 @@ import psutil
 import pytest
 from control_pairs import Member, eventually, hears, stranger
 
+import ucxkv
 from ucxkv import connection, wire
 from ucxkv.control import ControlThread, RateLimit, Waiters
 from ucxkv.errors import LinkFailed, LlmError
@@ -399,7 +400,7 @@ def test_processes(script: str) -> None:
         capture_output=True,
         text=True,
         timeout=60,
-        env={**os.environ, "PYTHONPATH": str(here.parents[1])},
+        env={**os.environ, "PYTHONPATH": str(Path(ucxkv.__file__).parents[1])},
         check=False,
     )
     assert (result.stdout, result.stderr, result.returncode) == ("well\n", "", 0)

@@ -356,6 +356,8 @@ def test_unlink_waits_for_pulls(two: tuple[Member, Member], who: int) -> None:
     natives[who].pulls = 0  # type: ignore[misc]
     thread.join(2)
     assert not thread.is_alive()
+    # The side that did not unlink hears of it a moment later.
+    eventually(lambda: natives[who].failed)  # type: ignore[attr-defined]
     assert natives[who].failed[0][1]  # type: ignore[attr-defined]
     eventually(lambda: all(native.closed for native in natives))
 
