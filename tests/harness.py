@@ -187,7 +187,8 @@ class Peer:
             self.options.setdefault("listen", listen if isinstance(listen, str) else "127.0.0.1:0")
         if path in ("get", "emulated"):
             self.options.setdefault("path", "get")
-        self.address: tuple[str, int] | None = None
+        self._address: tuple[str, int] | None = None
+        self._starting: Pending | None = None
         self._fds = dict(fds or {})
         self._env = environment(path, env)
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
@@ -212,17 +213,22 @@ class Peer:
         self._reader = threading.Thread(target=self._read, name=self.name, daemon=True)
         self._reader.start()
         Peer.live.add(self)
-        try:
-            self._connection.send({"path": sys.path, "name": self.name, "fds": self._fds})
-            if self.engine:
-                self.address = self.call(
-                    actions.start_engine, self.cluster_id, self.options, timeout=60
-                )
-        except BaseException:
-            self.kill()
-            self._show()
-            self._output.close()
-            raise
+        self._connection.send({"path": sys.path, "name": self.name, "fds": self._fds})
+        if self.engine:
+            # Several peers in a row start at the same time: the first to be used is waited for.
+            self._starting = self._post("main", actions.start_engine, self.cluster_id, self.options)
+
+    def ready(self) -> None:
+        """Wait until the engine runs; raise what it has raised."""
+        starting, self._starting = self._starting, None
+        if starting is not None:
+            self._address = starting.result(60)
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Where the engine listens."""
+        self.ready()
+        return self._address
 
     @property
     def pid(self) -> int:
@@ -246,7 +252,7 @@ class Peer:
         for pending in lost:
             pending.future.set_exception(PeerDied(f"{self.name} died in {pending.what}"))
 
-    def _send(self, lane: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Pending:
+    def _post(self, lane: str, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending:
         pending = Pending(self, func.__name__)
         with self._lock:
             self._number += 1
@@ -259,25 +265,29 @@ class Peer:
                 raise PeerDied(f"{self.name} is gone, before {func.__name__}") from None
         return pending
 
+    def _send(self, lane: str, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending:
+        self.ready()
+        return self._post(lane, func, *args, **kwargs)
+
     def call(
         self, func: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> Any:
         """Run `func(ctx, *args)` in the child's main thread and return its result."""
-        return self._send("main", func, args, kwargs).result(timeout)
+        return self._send("main", func, *args, **kwargs).result(timeout)
 
     def side(
         self, func: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> Any:
         """Like call(), in the thread that reads the commands: the main thread may be busy."""
-        return self._send("side", func, args, kwargs).result(timeout)
+        return self._send("side", func, *args, **kwargs).result(timeout)
 
     def start(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending:
         """Run `func` in a new thread of the child; do not wait."""
-        return self._send("thread", func, args, kwargs)
+        return self._send("thread", func, *args, **kwargs)
 
     def start_main(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending:
         """Run `func` in the child's main thread; do not wait."""
-        return self._send("main", func, args, kwargs)
+        return self._send("main", func, *args, **kwargs)
 
     def link(
         self, other: Peer, *, address: tuple[str, int] | None = None, timeout_ms: int = 5000
@@ -318,8 +328,8 @@ class Peer:
 
     def restart(self) -> None:
         """A new process with the same arguments, on the port the old one had."""
-        if self.address is not None:
-            self.options["listen"] = f"{self.address[0]}:{self.address[1]}"
+        if self._address is not None:
+            self.options["listen"] = f"{self._address[0]}:{self._address[1]}"
         self.killed = False
         self._start()
 

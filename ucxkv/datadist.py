@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import itertools
 import os
-import secrets
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import Any
 
 from numpy.typing import NDArray
 
-from ucxkv import copies, geometry, settings, tensors
-from ucxkv._load import loaded
-from ucxkv.catalogue import LocalCatalogue, LocalEntry, RemoteEntry
-from ucxkv.engine import NativeEngine, TransferHandle, monotonic_ns, silence_ucx
-from ucxkv.errors import (
-    FeatureNotEnabled,
-    KvCacheNotExist,
-    LlmError,
-    LlmOutOfMemory,
-    ParamInvalid,
-    Status,
-)
-from ucxkv.links import Link
+from ucxkv import copies, geometry
+from ucxkv.catalogue import LocalEntry
+from ucxkv.clusters import cluster_number, clusters_of
+from ucxkv.errors import KvCacheNotExist, LlmError, LlmOutOfMemory, ParamInvalid
 from ucxkv.options import Options
-from ucxkv.table import LinkTable
+from ucxkv.running import Running
+from ucxkv.submission import common, run, run_async
+from ucxkv.tensors import Tensor, allocate, bytes_of, resolve
 from ucxkv.transfers import Transfer
 from ucxkv.types import (
     Cache,
@@ -39,7 +30,6 @@ from ucxkv.types import (
     CacheIndex,
     ClusterInfo,
     EngineStats,
-    IpInfo,
     KvCacheExtParam,
     LinkInfo,
     LinkResult,
@@ -48,64 +38,6 @@ from ucxkv.types import (
 )
 
 _ACCESS = ("r", "rw", "")
-_STOP_SECONDS = 1.0
-# A century: what is longer would not fit the clock.
-_FOREVER_MS = 100 * 365 * 86400e3
-
-
-class _Running:
-    """All that a running engine owns; it refers to no LlmDataDist, so that one can be collected."""
-
-    def __init__(self, cluster_id: int, role: LlmRole, options: Options) -> None:
-        self.pid = os.getpid()
-        self.options = options
-        self.path = options.resolved_path()
-        self.catalogue = LocalCatalogue()
-        # What keeps the registered memory alive, by cache id.
-        self.holds: dict[int, object] = {}
-        if settings.user_value(options, "LOG_LEVEL") is None:
-            silence_ucx()
-        incarnation = secrets.randbits(64)
-        version = loaded().version
-        self.native = NativeEngine(incarnation, settings.rma_settings(options, version))
-        self.links = LinkTable(
-            cluster_id=cluster_id,
-            role=role,
-            options=options,
-            incarnation=incarnation,
-            native=self.native,
-            catalogue=self.catalogue,
-        )
-        try:
-            self.links.start()
-        except BaseException:
-            self.native.close()
-            raise
-
-    def close(self) -> None:
-        if os.getpid() != self.pid:
-            return
-        self.links.stop(_STOP_SECONDS)
-        for entry in self.catalogue.snapshot():
-            entry.native.begin_retire()
-        stuck = []
-        for entry in self.catalogue.snapshot():
-            if entry.native.retire():
-                self.catalogue.remove(entry.cache_id)
-            else:
-                stuck.append(self.holds[entry.cache_id])
-        self.native.close()
-        if stuck:
-            _stuck.append(stuck)
-        self.holds.clear()
-
-
-# Memory that UCX would not give back: freeing it would be worse than keeping it.
-_stuck: list[object] = []
-
-
-def _close(running: _Running) -> None:
-    running.close()
 
 
 class LlmDataDist:
@@ -121,8 +53,8 @@ class LlmDataDist:
     def __init__(
         self, cluster_id: int, role: LlmRole = LlmRole.MIX, options: Options | None = None
     ) -> None:
-        self._running: _Running | None = None
-        self._cluster_id = _cluster_number(cluster_id)
+        self._running: Running | None = None
+        self._cluster_id = cluster_number(cluster_id)
         if not isinstance(role, LlmRole):
             raise TypeError(f"role must be an LlmRole, not {type(role).__name__}")
         if options is not None and not isinstance(options, Options):
@@ -133,7 +65,7 @@ class LlmDataDist:
         # Not the other one: opening a listener may wait for a name server, finalize must not.
         self._changing = threading.Lock()
         self._ids = itertools.count(1)
-        self._closer: weakref.finalize[[_Running], LlmDataDist] | None = None
+        self._closer: weakref.finalize[[], LlmDataDist] | None = None
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -151,7 +83,7 @@ class LlmDataDist:
             if options is not None:
                 self._options = options
             try:
-                running = _Running(self._cluster_id, self._role, self._options or Options())
+                running = Running(self._cluster_id, self._role, self._options or Options())
             except LlmError:
                 raise
             except MemoryError as error:
@@ -159,7 +91,7 @@ class LlmDataDist:
             except (OSError, RuntimeError) as error:
                 raise LlmError(f"cannot open the engine: {error}") from error
             self._running = running
-            self._closer = weakref.finalize(self, _close, running)
+            self._closer = weakref.finalize(self, running.close)
 
     def finalize(self) -> None:
         """Close the engine: within 5 s, whatever the peers do.  Closing twice is no error.
@@ -198,7 +130,7 @@ class LlmDataDist:
         state = "closed" if self._running is None else "open"
         return f"<LlmDataDist: cluster {self._cluster_id}, {self._role.name}, {state}>"
 
-    def _engine(self) -> _Running:
+    def _engine(self) -> Running:
         running = self._running
         if running is None:
             raise LlmError("the engine is not initialized")
@@ -262,8 +194,8 @@ class LlmDataDist:
         Raises LinkFailed, whose `results` has one entry per cluster, if any of them failed.
         """
         running = self._engine()
-        checked = _clusters(clusters)
-        return running.links.link(checked, _timeout(timeout_ms))
+        checked = clusters_of(clusters)
+        return running.links.link(checked, geometry.timeout(timeout_ms))
 
     def unlink_llm_clusters(
         self, clusters: Sequence[ClusterInfo], timeout_ms: float = 1000, force: bool = False
@@ -273,8 +205,8 @@ class LlmDataDist:
         Unlinking what is not linked succeeds.
         """
         running = self._engine()
-        checked = _clusters(clusters)
-        return running.links.unlink(checked, _timeout(timeout_ms), bool(force))
+        checked = clusters_of(clusters)
+        return running.links.unlink(checked, geometry.timeout(timeout_ms), bool(force))
 
     def links(self) -> list[LinkInfo]:
         """Each link's cluster, address, state, data path and transports."""
@@ -299,7 +231,7 @@ class LlmDataDist:
         running = self._engine()
         if not isinstance(access, str):
             raise TypeError(f"access must be a string, not {type(access).__name__}")
-        found, desc = _resolve(tensors, cache_desc)
+        found, desc = resolve(tensors, cache_desc)
         if access not in _ACCESS:
             raise ParamInvalid(f"access must be one of 'r', 'rw' and '', not {access!r}")
         if access == "rw" and not all(tensor.writable for tensor in found):
@@ -319,22 +251,22 @@ class LlmDataDist:
             raise ParamInvalid(f"access must be one of 'r', 'rw' and '', not {access!r}")
         if not isinstance(access, str):
             raise TypeError(f"access must be a string, not {type(access).__name__}")
-        arrays = tensors.allocate(cache_desc)
+        arrays = allocate(cache_desc)
         addresses = [array.ctypes.data for array in arrays]
-        found, desc = _resolve(addresses, cache_desc)
+        found, desc = resolve(addresses, cache_desc)
         cache = self._register(running, found, desc, access, arrays)
         cache.tensors = tuple(arrays)
         return cache
 
     def _register(
         self,
-        running: _Running,
-        found: list[tensors.Tensor],
+        running: Running,
+        found: list[Tensor],
         desc: CacheDesc,
         access: str,
         hold: object = None,
     ) -> Cache:
-        nbytes = tensors.bytes_of(found, desc)
+        nbytes = bytes_of(found, desc)
         blocks = desc.shape[0]
         cache_id = next(self._ids)
         try:
@@ -377,7 +309,7 @@ class LlmDataDist:
         """
         running = self._engine()
         cache_id = geometry.integer(cache_id, "cache_id")
-        timeout = _timeout(timeout_ms) / 1e3
+        timeout = geometry.timeout(timeout_ms) / 1e3
         entry = running.catalogue.remove(cache_id)
         if entry is None:
             return
@@ -418,9 +350,9 @@ class LlmDataDist:
         """
         running = self._engine()
         call = geometry.check_slots(
-            _common(running, src_cache_index, dst_cache, ext_param, timeout_ms), batch_index, size
+            common(running, src_cache_index, dst_cache, ext_param, timeout_ms), batch_index, size
         )
-        return _run(running, call)
+        return run(running, call)
 
     def pull_kv_cache_async(
         self,
@@ -439,9 +371,9 @@ class LlmDataDist:
         """
         running = self._engine()
         call = geometry.check_slots(
-            _common(running, src_cache_index, dst_cache, ext_param, timeout_ms), batch_index, size
+            common(running, src_cache_index, dst_cache, ext_param, timeout_ms), batch_index, size
         )
-        return _run_async(running, call)
+        return run_async(running, call)
 
     def pull_kv_blocks(
         self,
@@ -467,11 +399,11 @@ class LlmDataDist:
         """
         running = self._engine()
         call = geometry.check_blocks(
-            _common(running, src_cache_index, dst_cache, ext_param, timeout_ms),
+            common(running, src_cache_index, dst_cache, ext_param, timeout_ms),
             src_blocks,
             dst_blocks,
         )
-        return _run(running, call)
+        return run(running, call)
 
     def pull_kv_blocks_async(
         self,
@@ -486,11 +418,11 @@ class LlmDataDist:
         """Like `pull_kv_blocks`, but returns the running Transfer."""
         running = self._engine()
         call = geometry.check_blocks(
-            _common(running, src_cache_index, dst_cache, ext_param, timeout_ms),
+            common(running, src_cache_index, dst_cache, ext_param, timeout_ms),
             src_blocks,
             dst_blocks,
         )
-        return _run_async(running, call)
+        return run_async(running, call)
 
     # -- copies -------------------------------------------------------------------------------
 
@@ -578,11 +510,11 @@ class LlmDataDist:
         """
         running = self._engine()
         call = geometry.check_slots(
-            _common(running, dst_cache_index, src_cache, ext_param, timeout_ms, push=True),
+            common(running, dst_cache_index, src_cache, ext_param, timeout_ms, push=True),
             src_batch_index,
             size,
         )
-        return _run(running, call)
+        return run(running, call)
 
     def push_kv_cache_async(
         self,
@@ -597,11 +529,11 @@ class LlmDataDist:
         """Like `push_kv_cache`, but returns the running Transfer, whose layers land all at once."""
         running = self._engine()
         call = geometry.check_slots(
-            _common(running, dst_cache_index, src_cache, ext_param, timeout_ms, push=True),
+            common(running, dst_cache_index, src_cache, ext_param, timeout_ms, push=True),
             src_batch_index,
             size,
         )
-        return _run_async(running, call)
+        return run_async(running, call)
 
     def push_kv_blocks(
         self,
@@ -620,11 +552,11 @@ class LlmDataDist:
         """
         running = self._engine()
         call = geometry.check_blocks(
-            _common(running, dst_cache_index, src_cache, ext_param, timeout_ms, push=True),
+            common(running, dst_cache_index, src_cache, ext_param, timeout_ms, push=True),
             src_blocks,
             dst_blocks,
         )
-        return _run(running, call)
+        return run(running, call)
 
     def push_kv_blocks_async(
         self,
@@ -639,11 +571,11 @@ class LlmDataDist:
         """Like `push_kv_blocks`, but returns the running Transfer."""
         running = self._engine()
         call = geometry.check_blocks(
-            _common(running, dst_cache_index, src_cache, ext_param, timeout_ms, push=True),
+            common(running, dst_cache_index, src_cache, ext_param, timeout_ms, push=True),
             src_blocks,
             dst_blocks,
         )
-        return _run_async(running, call)
+        return run_async(running, call)
 
     def quiesce(
         self,
@@ -666,7 +598,7 @@ class LlmDataDist:
         if not isinstance(cache, Cache):
             raise TypeError(f"cache must be a Cache, not {type(cache).__name__}")
         blocks = geometry.ascending_blocks(slot_or_blocks)
-        timeout = _timeout(timeout_ms) / 1e3
+        timeout = geometry.timeout(timeout_ms) / 1e3
         entry = running.catalogue.get(cache.cache_id)
         if entry is None:
             raise KvCacheNotExist(f"no local cache {cache.cache_id} is registered")
@@ -677,210 +609,3 @@ class LlmDataDist:
     def stats(self) -> EngineStats:
         """Totals of this engine's pulls since it was initialized, and their latency quantiles."""
         return EngineStats.from_totals(self._engine().native.totals())
-
-
-def _common(
-    running: _Running,
-    index: Any,
-    cache: Any,
-    ext_param: Any,
-    timeout_ms: Any,
-    *,
-    push: bool = False,
-) -> geometry.Common:
-    return geometry.Common(
-        index, cache, ext_param, timeout_ms, running.options.sync_cache_wait_time_ms, push
-    )
-
-
-def _run(running: _Running, call: geometry.Call) -> TransferReport:
-    """Start a transfer and wait for it; an interrupted wait gives it up, fenced."""
-    transfer, start = _prepare(running, call, attended=True)
-    try:
-        start()
-        return transfer.result()
-    except LlmError:
-        raise
-    except BaseException:
-        transfer._abort("its caller was interrupted")
-        raise
-
-
-def _run_async(running: _Running, call: geometry.Call) -> Transfer:
-    transfer, start = _prepare(running, call, attended=False)
-    try:
-        start()
-    except BaseException:
-        transfer._abort("its caller was interrupted")
-        raise
-    return transfer
-
-
-def _prepare(
-    running: _Running, call: geometry.Call, *, attended: bool
-) -> tuple[Transfer, Callable[[], None]]:
-    """A transfer that nothing writes for yet, and what starts it.
-
-    The two are apart so that an interrupt can come at any moment: who holds the transfer can end
-    it.
-    """
-    near = running.catalogue.get(call.near_cache_id)
-    if near is None:
-        raise KvCacheNotExist(f"no local cache {call.near_cache_id} is registered")
-    deadline = monotonic_ns() + int(min(call.timeout_ms, _FOREVER_MS) * 1e6)
-    what = (
-        f"push to cache {call.far_cache_id} of cluster {call.cluster_id}"
-        if call.push
-        else f"pull of cache {call.far_cache_id} from cluster {call.cluster_id}"
-    )
-    link = running.links.lookup(call.cluster_id)
-    far = link.remote.get(call.far_cache_id) if link is not None and link.up else None
-    if link is not None and far is not None and not far.native.retired:
-        plan, get = _decide(running.path, call, link, far, near)
-        transfer = Transfer(_new(running, deadline, attended), what, call.timeout_ms)
-        return transfer, partial(_submit, transfer, call, plan, get, link, far, near, attended)
-    transfer = Transfer(_new(running, deadline, False), what, call.timeout_ms)
-
-    def start() -> None:
-        if not running.links.post(_start_later, running, transfer, call, near, deadline):
-            raise LlmError("the engine was finalized")
-
-    return transfer, start
-
-
-def _new(running: _Running, deadline: int, attended: bool) -> TransferHandle:
-    try:
-        return running.native.new_transfer(deadline, attended)
-    except MemoryError as error:
-        raise LlmOutOfMemory(str(error)) from error
-    except RuntimeError as error:
-        raise LlmError(str(error)) from error
-
-
-def _decide(
-    path: str, call: geometry.Call, link: Link, far: RemoteEntry, near: LocalEntry
-) -> tuple[geometry.Plan, bool]:
-    """Geometry, then what the caches and the link allow; and whether a pull goes by GET."""
-    try:
-        plan = geometry.plan(call, near, far) if call.push else geometry.plan(call, far, near)
-    except ParamInvalid as error:
-        raise ParamInvalid(f"cluster {call.cluster_id} ({link.address}): {error}") from None
-    if call.push:
-        if far.access != "rw":
-            raise FeatureNotEnabled(
-                f"cache {far.cache_id} of cluster {call.cluster_id} ({link.address}) was not"
-                " registered with access 'rw'"
-            )
-        return plan, False
-    if not near.native.writable:
-        raise ParamInvalid(f"the tensors of cache {near.cache_id} are read-only")
-    if path == "get" and not link.native.get:
-        raise FeatureNotEnabled(
-            f"path 'get' is forced, but one-sided reads do not reach cluster {call.cluster_id}"
-            f" ({link.address}); 'ucxkv info' says why"
-        )
-    return plan, path != "stream" and link.native.get
-
-
-def _submit(
-    transfer: Transfer,
-    call: geometry.Call,
-    plan: geometry.Plan,
-    get: bool,
-    link: Link,
-    far: RemoteEntry,
-    near: LocalEntry,
-    attended: bool,
-) -> None:
-    transfer._submitted(link)
-    spans: dict[str, Any] = {
-        "src_first": plan.src_first,
-        "dst_first": plan.dst_first,
-        "tensors": plan.tensors,
-        "tensors_per_layer": plan.tensors_per_layer,
-        "block_len": plan.block_len,
-        # Of a side that is given by blocks, the index of a slot means nothing.
-        "src_block": call.src_batch if call.src_blocks is None else 0,
-        "dst_block": call.dst_batch if call.dst_blocks is None else 0,
-        "src_blocks": call.src_blocks,
-        "dst_blocks": call.dst_blocks,
-    }
-    if call.push:
-        transfer._handle.offer(link.native, far.native, near.native, **spans)
-    else:
-        transfer._handle.submit(
-            link.native, far.native, near.native, get=get, attended=attended, **spans
-        )
-
-
-def _start_later(
-    running: _Running, transfer: Transfer, call: geometry.Call, near: LocalEntry, deadline: int
-) -> None:
-    """On the control loop: find link and cache, waiting where that helps, then submit."""
-
-    async def start() -> None:
-        try:
-            link, far = await running.links.resolve(
-                call.cluster_id, call.far_cache_id, deadline / 1e9
-            )
-            plan, get = _decide(running.path, call, link, far, near)
-            _submit(transfer, call, plan, get, link, far, near, False)
-        except LlmError as error:
-            if error.status is Status.TIMEOUT:
-                return  # the deadline itself ends the transfer, not a moment earlier
-            transfer._fail(error)
-
-    task = running.links.loop.create_task(start())
-    running.links.keep(task)
-
-
-def _resolve(tensors_: Any, desc: CacheDesc | None) -> tuple[list[tensors.Tensor], CacheDesc]:
-    return tensors.resolve(tensors_, desc)
-
-
-def _timeout(timeout_ms: Any) -> float:
-    value = geometry.milliseconds(timeout_ms, "timeout_ms")
-    if not value > 0:
-        raise ParamInvalid(f"timeout_ms must be positive, not {timeout_ms}")
-    return min(value, _FOREVER_MS)
-
-
-def _clusters(clusters: Any) -> list[ClusterInfo]:
-    if isinstance(clusters, ClusterInfo) or not hasattr(clusters, "__iter__"):
-        raise TypeError("clusters must be a sequence of ClusterInfo")
-    return [_cluster(cluster) for cluster in clusters]
-
-
-def _cluster(cluster: Any) -> ClusterInfo:
-    """`cluster` with everything in it checked."""
-    if not isinstance(cluster, ClusterInfo):
-        raise TypeError(f"clusters must hold ClusterInfo, not {type(cluster).__name__}")
-    if cluster.remote_role is not None and not isinstance(cluster.remote_role, LlmRole):
-        raise TypeError("remote_role must be an LlmRole or None")
-    return ClusterInfo(
-        _cluster_number(cluster.remote_cluster_id),
-        _addresses(cluster.remote_ip_infos, "remote_ip_infos"),
-        cluster.remote_role,
-        _addresses(cluster.local_ip_infos, "local_ip_infos"),
-    )
-
-
-def _cluster_number(value: Any) -> int:
-    number = geometry.integer(value, "cluster_id")
-    if not 0 <= number < 1 << 63:
-        raise ParamInvalid(f"cluster_id must be from 0 to 2**63 - 1, not {number}")
-    return number
-
-
-def _addresses(infos: Any, name: str) -> tuple[IpInfo, ...]:
-    if isinstance(infos, IpInfo) or not hasattr(infos, "__iter__"):
-        raise TypeError(f"{name} must be a sequence of IpInfo")
-    checked = []
-    for info in infos:
-        if not isinstance(info, IpInfo) or not isinstance(info.ip, str):
-            raise TypeError(f"{name} must hold IpInfo with an address or a name")
-        port = geometry.integer(info.port, "port")
-        if not 0 <= port <= 65535:
-            raise ParamInvalid(f"port must be from 0 to 65535, not {port}")
-        checked.append(IpInfo(info.ip, port))
-    return tuple(checked)

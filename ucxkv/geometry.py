@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     Entry: TypeAlias = LocalEntry | RemoteEntry
 
 _ALL = (-1, -1)
+# A century: what is longer would not fit the clock.
+FOREVER_MS = 100 * 365 * 86400e3
 
 Blocks = NDArray[np.uint32]
 
@@ -81,6 +83,14 @@ def milliseconds(value: Any, name: str) -> float:
         return float(integer(value, name))
     except OverflowError:
         raise ParamInvalid(f"{name} is too large") from None
+
+
+def timeout(value: Any) -> float:
+    """A timeout in milliseconds: a positive number, held within what the clock can count."""
+    checked = milliseconds(value, "timeout_ms")
+    if not checked > 0:
+        raise ParamInvalid(f"timeout_ms must be positive, not {value}")
+    return min(checked, FOREVER_MS)
 
 
 def _layer_range(value: Any, name: str) -> tuple[int, int]:

@@ -275,6 +275,24 @@ def wrong_slots(ctx: Context, name: str, seed: int, slot: int, slot_bytes: int) 
     ]
 
 
+def wrong_slot_of(ctx: Context, name: str, seed: int, slot: int, slot_bytes: int) -> list[int]:
+    """Tensors whose slot does not hold the same slot of the pattern of `seed`."""
+    start = slot * slot_bytes
+    return [
+        tensor
+        for tensor, raw in enumerate(ctx.arenas[name].raws())
+        if not model.matches(raw[start : start + slot_bytes], tensor_seed(seed, tensor), start)
+    ]
+
+
+def absent(ctx: Context, name: str, value: int, run: int = 4096) -> bool:
+    """Whether no aligned run of so many bytes consists of this value alone."""
+    return not any(
+        bool((raw[: len(raw) // run * run].reshape(-1, run) == value).all(axis=1).any())
+        for raw in ctx.arenas[name].raws()
+    )
+
+
 def drop_cache(ctx: Context, name: str, timeout_ms: int = 1000) -> float:
     """Unregister; the seconds it took."""
     cache = ctx.caches.pop(name)

@@ -1,0 +1,181 @@
+"""From a checked call to a running transfer: find link and cache, check geometry, submit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ucxkv import geometry
+from ucxkv.catalogue import LocalEntry, RemoteEntry
+from ucxkv.engine import TransferHandle, monotonic_ns
+from ucxkv.errors import (
+    FeatureNotEnabled,
+    KvCacheNotExist,
+    LlmError,
+    LlmOutOfMemory,
+    ParamInvalid,
+    Status,
+)
+from ucxkv.geometry import FOREVER_MS
+from ucxkv.links import Link
+from ucxkv.running import Running
+from ucxkv.transfers import Transfer
+from ucxkv.types import TransferReport
+
+
+def common(
+    running: Running,
+    index: Any,
+    cache: Any,
+    ext_param: Any,
+    timeout_ms: Any,
+    *,
+    push: bool = False,
+) -> geometry.Common:
+    """The arguments that all transfers have, with the engine's default deadline."""
+    return geometry.Common(
+        index, cache, ext_param, timeout_ms, running.options.sync_cache_wait_time_ms, push
+    )
+
+
+def run(running: Running, call: geometry.Call) -> TransferReport:
+    """Start a transfer and wait for it; an interrupted wait gives it up, fenced."""
+    transfer, start = _prepare(running, call, attended=True)
+    try:
+        start()
+        return transfer.result()
+    except LlmError:
+        raise
+    except BaseException:
+        transfer._abort("its caller was interrupted")
+        raise
+
+
+def run_async(running: Running, call: geometry.Call) -> Transfer:
+    """Start a transfer."""
+    transfer, start = _prepare(running, call, attended=False)
+    try:
+        start()
+    except BaseException:
+        transfer._abort("its caller was interrupted")
+        raise
+    return transfer
+
+
+def _prepare(
+    running: Running, call: geometry.Call, *, attended: bool
+) -> tuple[Transfer, Callable[[], None]]:
+    """A transfer that nothing writes for yet, and what starts it.
+
+    The two are apart so that an interrupt can come at any moment: who holds the transfer can end
+    it.
+    """
+    near = running.catalogue.get(call.near_cache_id)
+    if near is None:
+        raise KvCacheNotExist(f"no local cache {call.near_cache_id} is registered")
+    deadline = monotonic_ns() + int(min(call.timeout_ms, FOREVER_MS) * 1e6)
+    what = (
+        f"push to cache {call.far_cache_id} of cluster {call.cluster_id}"
+        if call.push
+        else f"pull of cache {call.far_cache_id} from cluster {call.cluster_id}"
+    )
+    link = running.links.lookup(call.cluster_id)
+    far = link.remote.get(call.far_cache_id) if link is not None and link.up else None
+    if link is not None and far is not None and not far.native.retired:
+        plan, get = _decide(running.path, call, link, far, near)
+        transfer = Transfer(_new(running, deadline, attended), what, call.timeout_ms)
+        return transfer, partial(_submit, transfer, call, plan, get, link, far, near, attended)
+    transfer = Transfer(_new(running, deadline, False), what, call.timeout_ms)
+
+    def start() -> None:
+        if not running.links.post(_start_later, running, transfer, call, near, deadline):
+            raise LlmError("the engine was finalized")
+
+    return transfer, start
+
+
+def _new(running: Running, deadline: int, attended: bool) -> TransferHandle:
+    try:
+        return running.native.new_transfer(deadline, attended)
+    except MemoryError as error:
+        raise LlmOutOfMemory(str(error)) from error
+    except RuntimeError as error:
+        raise LlmError(str(error)) from error
+
+
+def _decide(
+    path: str, call: geometry.Call, link: Link, far: RemoteEntry, near: LocalEntry
+) -> tuple[geometry.Plan, bool]:
+    """Geometry, then what the caches and the link allow; and whether a pull goes by GET."""
+    try:
+        plan = geometry.plan(call, near, far) if call.push else geometry.plan(call, far, near)
+    except ParamInvalid as error:
+        raise ParamInvalid(f"cluster {call.cluster_id} ({link.address}): {error}") from None
+    if call.push:
+        if far.access != "rw":
+            raise FeatureNotEnabled(
+                f"cache {far.cache_id} of cluster {call.cluster_id} ({link.address}) was not"
+                " registered with access 'rw'"
+            )
+        return plan, False
+    if not near.native.writable:
+        raise ParamInvalid(f"the tensors of cache {near.cache_id} are read-only")
+    if path == "get" and not link.native.get:
+        raise FeatureNotEnabled(
+            f"path 'get' is forced, but one-sided reads do not reach cluster {call.cluster_id}"
+            f" ({link.address}); 'ucxkv info' says why"
+        )
+    return plan, path != "stream" and link.native.get
+
+
+def _submit(
+    transfer: Transfer,
+    call: geometry.Call,
+    plan: geometry.Plan,
+    get: bool,
+    link: Link,
+    far: RemoteEntry,
+    near: LocalEntry,
+    attended: bool,
+) -> None:
+    transfer._submitted(link)
+    spans: dict[str, Any] = {
+        "src_first": plan.src_first,
+        "dst_first": plan.dst_first,
+        "tensors": plan.tensors,
+        "tensors_per_layer": plan.tensors_per_layer,
+        "block_len": plan.block_len,
+        # Of a side that is given by blocks, the index of a slot means nothing.
+        "src_block": call.src_batch if call.src_blocks is None else 0,
+        "dst_block": call.dst_batch if call.dst_blocks is None else 0,
+        "src_blocks": call.src_blocks,
+        "dst_blocks": call.dst_blocks,
+    }
+    if call.push:
+        transfer._handle.offer(link.native, far.native, near.native, **spans)
+    else:
+        transfer._handle.submit(
+            link.native, far.native, near.native, get=get, attended=attended, **spans
+        )
+
+
+def _start_later(
+    running: Running, transfer: Transfer, call: geometry.Call, near: LocalEntry, deadline: int
+) -> None:
+    """On the control loop: find link and cache, waiting where that helps, then submit."""
+
+    async def start() -> None:
+        try:
+            link, far = await running.links.resolve(
+                call.cluster_id, call.far_cache_id, deadline / 1e9
+            )
+            plan, get = _decide(running.path, call, link, far, near)
+            _submit(transfer, call, plan, get, link, far, near, False)
+        except LlmError as error:
+            if error.status is Status.TIMEOUT:
+                return  # the deadline itself ends the transfer, not a moment earlier
+            transfer._fail(error)
+
+    task = running.links.loop.create_task(start())
+    running.links.keep(task)
