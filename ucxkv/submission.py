@@ -8,7 +8,7 @@ from typing import Any
 
 from ucxkv import geometry
 from ucxkv.catalogue import LocalEntry, RemoteEntry
-from ucxkv.engine import TransferHandle, monotonic_ns
+from ucxkv.engine import monotonic_ns
 from ucxkv.errors import (
     FeatureNotEnabled,
     KvCacheNotExist,
@@ -18,6 +18,7 @@ from ucxkv.errors import (
     Status,
 )
 from ucxkv.geometry import FOREVER_MS
+from ucxkv.handle import TransferHandle
 from ucxkv.links import Link
 from ucxkv.running import Running
 from ucxkv.transfers import Transfer

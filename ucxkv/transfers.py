@@ -11,7 +11,7 @@ from ucxkv.errors import LlmError, LlmTimeout, Status, error_for
 from ucxkv.types import TransferReport
 
 if TYPE_CHECKING:
-    from ucxkv.engine import TransferHandle
+    from ucxkv.handle import TransferHandle
     from ucxkv.links import Link
 
 

@@ -318,8 +318,8 @@ cdef class NativeLink:
         cdef Link* link = self.link
         if not alike(am_address, self._engine.worker_address(self.worker)):
             raise ValueError("the peer's worker address is not one of this UCX")
-        if rma_address and self._engine.rma_address and not alike(rma_address,
-                                                                   self._engine.rma_address):
+        own = self._engine.rma_address
+        if rma_address and own and not alike(rma_address, own):
             raise ValueError("the peer's RMA address is not one of this UCX")
         cdef void* am = copy_bytes(am_address)
         cdef void* rma = copy_bytes(rma_address)

@@ -1,0 +1,440 @@
+"""What Python sees of one transfer: starting it, waiting for it, ending it."""
+
+cimport cython
+from cpython.exc cimport PyErr_CheckSignals
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
+from posix.unistd cimport getpid, write
+
+from ucxkv.errors import LlmError
+
+from ucxkv.core cimport (
+    DONE,
+    PATH_GET,
+    PATH_PUSH,
+    PATH_STREAM,
+    RUNNING,
+    ST_CACHE_NOT_EXIST,
+    ST_NOT_YET_LINK,
+    WAITING,
+    CacheMem,
+    Core,
+    Link,
+    RemoteMem,
+    Transfer,
+    core_lock,
+    core_unlock,
+    core_wake,
+)
+from ucxkv.endpoint cimport NativeLink
+from ucxkv.memory cimport LocalCache, RemoteCache
+from ucxkv.pthread cimport (
+    now_ns,
+    pthread_cond_timedwait,
+    pthread_mutex_lock,
+    pthread_mutex_unlock,
+    timespec,
+    to_timespec,
+)
+from ucxkv.service cimport link_step, run_timers
+from ucxkv.spans cimport cursor_seek, geometry_bytes
+from ucxkv.transfer cimport transfer_begin, transfer_end, transfer_unref
+from ucxkv.ucp cimport UCS_OK, ucp_worker_progress, ucs_status_string
+
+
+cdef extern from "<sys/eventfd.h>" nogil:
+    int eventfd(unsigned int initval, int flags)
+    int EFD_NONBLOCK
+    int EFD_CLOEXEC
+
+
+cdef enum:
+    # A waiting caller looks for signals this often.
+    SIGNAL_NS = 50000000
+
+
+cdef TransferHandle handle_create(object engine, Core* core, Transfer* t):
+    """Takes over the caller's reference to `t`."""
+    cdef TransferHandle handle = TransferHandle.__new__(TransferHandle)
+    handle.core = core
+    handle.t = t
+    handle._engine = engine
+    return handle
+
+
+@cython.no_gc
+cdef class TransferHandle:
+    """One transfer.  Its life in the engine does not depend on this object's.
+
+    In a forked child every method raises LlmError: the transfer is the parent's.
+    """
+
+    def __init__(self):
+        raise TypeError("transfers are made by NativeEngine.new_transfer")
+
+    def __dealloc__(self):
+        if self.t == NULL or self.core.pid != getpid():
+            return
+        with nogil:
+            core_lock(self.core)
+            transfer_unref(self.t)
+            core_unlock(self.core)
+
+    cdef int ours(self) except -1:
+        if self.core.pid != getpid():
+            raise LlmError("this transfer belongs to the parent process")
+        return 0
+
+    def submit(self, NativeLink link not None, RemoteCache remote not None,
+               LocalCache local not None, *, bint get, uint32_t src_first, uint32_t dst_first,
+               uint32_t tensors, uint32_t tensors_per_layer, uint64_t block_len,
+               uint64_t src_block=0, uint64_t dst_block=0, const uint32_t[::1] src_blocks=None,
+               const uint32_t[::1] dst_blocks=None, bint attended=False):
+        """Start moving bytes; does nothing if the transfer has ended already.
+
+        Of `tensors` tensors of each side, from `src_first` and `dst_first` on, `block_len` bytes
+        of each block are copied: the single blocks `src_block` and `dst_block`, or the lists.
+        """
+        self.ours()
+        cdef Transfer* t = self.t
+        cdef uint64_t src_len = source_length(block_len, src_blocks, dst_blocks)
+        cdef uint32_t* src_copy = NULL
+        cdef uint32_t* dst_copy = NULL
+        if tensors_per_layer == 0 or not local.mem.writable:
+            raise ValueError("a destination must be writable, a layer has at least one tensor")
+        if get and remote.mem.n_regions == 0:
+            raise ValueError("the peer gave no rkeys for this cache")
+        # Copied before they are checked: the caller's array may change meanwhile.
+        try:
+            src_copy = copy_blocks(src_blocks)
+            dst_copy = copy_blocks(dst_blocks)
+            check_side(src_first, tensors, src_len, src_block, src_copy, src_blocks,
+                       remote.mem.num_tensors, remote.mem.blocks, remote.mem.block_bytes)
+            check_side(dst_first, tensors, block_len, dst_block, dst_copy, dst_blocks,
+                       local.mem.num_tensors, local.mem.blocks, local.mem.block_bytes)
+        except BaseException:
+            free_blocks(src_copy)
+            free_blocks(dst_copy)
+            raise
+        with nogil:
+            core_lock(self.core)
+            if self.startable(link.link, remote.mem, local.mem):
+                t.path = PATH_GET if get else PATH_STREAM
+                t.far = remote.mem
+                t.near = local.mem
+                set_geometry(t, remote.mem.addrs, remote.mem.block_bytes, local.mem.addrs,
+                             local.mem.block_bytes, src_first, dst_first, tensors,
+                             tensors_per_layer, block_len, src_block, dst_block, src_blocks,
+                             dst_blocks)
+                t.src_blocks = src_copy
+                t.dst_blocks = dst_copy
+                t.src_geo.blocks = src_copy
+                t.dst_geo.blocks = dst_copy
+                src_copy = NULL
+                dst_copy = NULL
+                cursor_seek(&t.src_cursor, &t.src_geo, 0)
+                cursor_seek(&t.dst_cursor, &t.dst_geo, 0)
+                self.start(link.link, get and attended)
+            core_unlock(self.core)
+        free_blocks(src_copy)
+        free_blocks(dst_copy)
+
+    def offer(self, NativeLink link not None, RemoteCache remote not None,
+              LocalCache local not None, *, uint32_t src_first, uint32_t dst_first,
+              uint32_t tensors, uint32_t tensors_per_layer, uint64_t block_len,
+              uint64_t src_block=0, uint64_t dst_block=0, const uint32_t[::1] src_blocks=None,
+              const uint32_t[::1] dst_blocks=None):
+        """Start a push: the reverse of `submit`, from `local` to `remote`."""
+        self.ours()
+        cdef Transfer* t = self.t
+        cdef uint64_t src_len = source_length(block_len, src_blocks, dst_blocks)
+        cdef uint32_t* src_copy = NULL
+        cdef uint32_t* dst_copy = NULL
+        if tensors_per_layer == 0:
+            raise ValueError("a layer has at least one tensor")
+        try:
+            src_copy = copy_blocks(src_blocks)
+            dst_copy = copy_blocks(dst_blocks)
+            check_side(src_first, tensors, src_len, src_block, src_copy, src_blocks,
+                       local.mem.num_tensors, local.mem.blocks, local.mem.block_bytes)
+            check_side(dst_first, tensors, block_len, dst_block, dst_copy, dst_blocks,
+                       remote.mem.num_tensors, remote.mem.blocks, remote.mem.block_bytes)
+        except BaseException:
+            free_blocks(src_copy)
+            free_blocks(dst_copy)
+            raise
+        with nogil:
+            core_lock(self.core)
+            if self.startable(link.link, remote.mem, local.mem):
+                t.path = PATH_PUSH
+                t.far = remote.mem
+                t.near = local.mem
+                set_geometry(t, local.mem.addrs, local.mem.block_bytes, remote.mem.addrs,
+                             remote.mem.block_bytes, src_first, dst_first, tensors,
+                             tensors_per_layer, block_len, src_block, dst_block, src_blocks,
+                             dst_blocks)
+                t.src_blocks = src_copy
+                t.dst_blocks = dst_copy
+                t.src_geo.blocks = src_copy
+                t.dst_geo.blocks = dst_copy
+                src_copy = NULL
+                dst_copy = NULL
+                self.start(link.link, False)
+            core_unlock(self.core)
+        free_blocks(src_copy)
+        free_blocks(dst_copy)
+
+    cdef bint startable(self, Link* link, RemoteMem* remote, CacheMem* local) noexcept nogil:
+        """Whether it can still be started; ends it where the link or a cache has gone meanwhile."""
+        cdef Transfer* t = self.t
+        if t.state != WAITING or t.near != NULL:
+            return False
+        if link.closing or not link.connected or remote.link != link:
+            transfer_end(t, ST_NOT_YET_LINK, UCS_OK, b"the link was closed")
+        elif local.retiring:
+            transfer_end(t, ST_CACHE_NOT_EXIST, UCS_OK, b"the local cache was unregistered")
+        elif remote.retired:
+            transfer_end(t, ST_CACHE_NOT_EXIST, UCS_OK, b"its owner has unregistered it")
+        else:
+            return True
+        return False
+
+    cdef void start(self, Link* link, bint attended) noexcept nogil:
+        transfer_begin(self.t, link)
+        # Posting from here saves the way through the service thread.
+        if self.t.state == RUNNING:
+            link_step(link, now_ns())
+        if not attended:
+            core_wake(self.core)
+
+    def end(self, uint32_t status, str reason=""):
+        """Have it end with `status`, fenced; does nothing if its end is decided already."""
+        self.ours()
+        cdef bytes text = reason.encode()[:150]
+        cdef const char* c_reason = text
+        with nogil:
+            core_lock(self.core)
+            transfer_end(self.t, status, UCS_OK, c_reason)
+            core_unlock(self.core)
+
+    def wait(self, seconds=None, int64_t layer=-1, bint signals=True):
+        """Wait until it is over, or until layer number `layer` has landed.
+
+        Returns False if neither is so after `seconds`.  Signal handlers run meanwhile, unless
+        `signals` is False.
+        """
+        self.ours()
+        cdef uint64_t end = <uint64_t>-1
+        cdef uint64_t until
+        cdef bint ready
+        if seconds is not None:
+            end = now_ns() + <uint64_t>(max(0.0, seconds) * 1e9)
+        while True:
+            with nogil:
+                until = now_ns() + SIGNAL_NS
+                ready = wait_until(self.core, self.t, layer, until if until < end else end)
+            if ready:
+                return True
+            if signals:
+                PyErr_CheckSignals()
+            if now_ns() >= end:
+                return False
+
+    def event_fd(self):
+        """An eventfd that becomes, and stays, readable when the transfer is over."""
+        self.ours()
+        cdef uint64_t one = 1
+        cdef Transfer* t = self.t
+        with nogil:
+            pthread_mutex_lock(&t.mutex)
+            if t.event_fd < 0:
+                t.event_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)
+                if t.event_fd >= 0 and t.state == DONE:
+                    write(t.event_fd, &one, sizeof(one))
+            pthread_mutex_unlock(&t.mutex)
+        if t.event_fd < 0:
+            raise OSError("no descriptor for an eventfd")
+        return t.event_fd
+
+    @property
+    def done(self):
+        """Over, and nothing will be written on its behalf any more."""
+        return self.t.state == DONE
+
+    @property
+    def status(self):
+        """How it ended, a Status value; meaningless before `done`."""
+        return self.t.status
+
+    @property
+    def reason(self):
+        """The cause of a failure in words, or an empty string."""
+        cdef str text = self.t.reason.decode("utf-8", "replace")
+        if self.t.ucs != UCS_OK:
+            text = f"{text} ({ucs_status_string(self.t.ucs).decode()})".lstrip()
+        return text
+
+    @property
+    def get(self):
+        """It uses (or used) path "get"; None before that is known."""
+        if self.t.path == PATH_PUSH:
+            return None if self.t.taken == 0 else self.t.taken == PATH_GET
+        if self.t.far == NULL:
+            return None
+        return self.t.path == PATH_GET
+
+    @property
+    def total(self):
+        """Bytes it moves in all; 0 before it was submitted."""
+        return self.t.total
+
+    @property
+    def bytes_done(self):
+        """Bytes that are in place and known to be right."""
+        return self.t.good
+
+    @property
+    def layers(self):
+        """Number of layers it moves; 0 before it was submitted."""
+        return self.t.layers
+
+    @property
+    def layers_done(self):
+        """Layers that have landed, from the first on, and are known to be right."""
+        return self.t.layers_done
+
+    @property
+    def spans(self):
+        """Contiguous pieces that were written."""
+        return self.t.spans
+
+    @property
+    def seconds(self):
+        """From its creation to its end (or to now)."""
+        cdef uint64_t end = self.t.ended if self.t.state == DONE else now_ns()
+        return (end - self.t.submitted) * 1e-9
+
+
+cdef void check_side(uint64_t first, uint64_t tensors, uint64_t length, uint64_t block,
+                     const uint32_t* copied, const uint32_t[::1] blocks, uint64_t num_tensors,
+                     uint64_t num_blocks, uint64_t block_bytes) except *:
+    cdef Py_ssize_t i
+    cdef bint inside = (tensors <= num_tensors and first <= num_tensors - tensors
+                        and length <= block_bytes)
+    if blocks is None:
+        inside = inside and block < num_blocks
+    else:
+        for i in range(blocks.shape[0]):
+            inside = inside and copied[i] < num_blocks
+    if not inside:
+        raise ValueError("a transfer would leave the memory of its cache")
+
+
+cdef uint64_t source_length(uint64_t block_len, const uint32_t[::1] src_blocks,
+                            const uint32_t[::1] dst_blocks) except? 0:
+    """Bytes of one source block: without a list it is one slot, cut into all destinations."""
+    if dst_blocks is None:
+        if src_blocks is not None:
+            raise ValueError("source blocks without destination blocks")
+        return block_len
+    if src_blocks is None:
+        return block_len * <uint64_t>dst_blocks.shape[0]
+    if src_blocks.shape[0] != dst_blocks.shape[0]:
+        raise ValueError("block lists differ in length")
+    return block_len
+
+
+cdef void set_geometry(Transfer* t, const uint64_t* src_addrs, uint64_t src_stride,
+                       const uint64_t* dst_addrs, uint64_t dst_stride, uint32_t src_first,
+                       uint32_t dst_first, uint32_t tensors, uint32_t tensors_per_layer,
+                       uint64_t block_len, uint64_t src_block, uint64_t dst_block,
+                       const uint32_t[::1] src_blocks,
+                       const uint32_t[::1] dst_blocks) noexcept nogil:
+    t.src_geo.addrs = src_addrs
+    t.src_geo.first = src_first
+    t.src_geo.count = tensors
+    t.src_geo.stride = src_stride
+    t.src_geo.block = src_block
+    t.src_geo.n_blocks = 1 if src_blocks is None else <uint64_t>src_blocks.shape[0]
+    t.dst_geo.addrs = dst_addrs
+    t.dst_geo.first = dst_first
+    t.dst_geo.count = tensors
+    t.dst_geo.stride = dst_stride
+    t.dst_geo.block_len = block_len
+    t.dst_geo.block = dst_block
+    t.dst_geo.n_blocks = 1 if dst_blocks is None else <uint64_t>dst_blocks.shape[0]
+    t.src_geo.block_len = block_len
+    if src_blocks is None:
+        t.src_geo.block_len = block_len * t.dst_geo.n_blocks
+    t.total = geometry_bytes(&t.dst_geo)
+    t.layer_bytes = block_len * t.dst_geo.n_blocks * tensors_per_layer
+    t.layers = (tensors + tensors_per_layer - 1) // tensors_per_layer
+
+
+cdef uint32_t* copy_blocks(const uint32_t[::1] blocks) except? NULL:
+    cdef uint32_t* copy
+    if blocks is None:
+        return NULL
+    copy = <uint32_t*>malloc(max(1, blocks.shape[0]) * sizeof(uint32_t))
+    if copy == NULL:
+        raise MemoryError
+    if blocks.shape[0]:
+        memcpy(copy, &blocks[0], blocks.shape[0] * sizeof(uint32_t))
+    return copy
+
+
+cdef void free_blocks(uint32_t* blocks) noexcept:
+    free(blocks)
+
+
+cdef inline bint reached(const Transfer* t, int64_t layer) noexcept nogil:
+    return t.state == DONE or (layer >= 0 and t.layers_done > layer)
+
+
+cdef bint wait_until(Core* core, Transfer* t, int64_t layer, uint64_t end) noexcept nogil:
+    """Wait until `end` at the latest; runs GETs and timers itself instead of waiting for others."""
+    cdef uint64_t now, until
+    cdef timespec ts
+    while not reached(t, layer):
+        if t.path == PATH_GET and t.state != WAITING:
+            drive(core, t, layer, end)
+            if reached(t, layer):
+                return True
+        now = now_ns()
+        if t.state < DONE and now >= t.deadline:
+            core_lock(core)
+            run_timers(core, now)
+            core_unlock(core)
+            if reached(t, layer):
+                return True
+        if now >= end:
+            return False
+        until = end
+        if t.deadline > now and t.deadline < until:
+            until = t.deadline
+        ts = to_timespec(until)
+        pthread_mutex_lock(&t.mutex)
+        if not reached(t, layer):
+            pthread_cond_timedwait(&t.cond, &t.mutex, &ts)
+        pthread_mutex_unlock(&t.mutex)
+    return True
+
+
+cdef void drive(Core* core, Transfer* t, int64_t layer, uint64_t end) noexcept nogil:
+    """Progress the RMA worker for as long as that moves something, until `end` at the latest."""
+    cdef bint moved = True
+    cdef uint64_t now = 0
+    while moved and not reached(t, layer) and now < end:
+        core_lock(core)
+        moved = False
+        if t.state != DONE and t.link != NULL:
+            now = now_ns()
+            moved = ucp_worker_progress(core.rma.worker) > 0
+            run_timers(core, now)
+            if t.state != DONE and t.link.dirty:
+                link_step(t.link, now)
+                moved = True
+            if not moved or now >= end:
+                core_wake(core)
+        core_unlock(core)
