@@ -22,7 +22,7 @@ from ucxkv.errors import KvCacheNotExist, LlmError, LlmOutOfMemory, ParamInvalid
 from ucxkv.options import Options
 from ucxkv.running import Running
 from ucxkv.submission import common, run, run_async
-from ucxkv.tensors import Tensor, allocate, bytes_of, resolve
+from ucxkv.tensors import Tensor, allocate, bytes_of, overlap, resolve
 from ucxkv.transfers import Transfer
 from ucxkv.types import (
     Cache,
@@ -222,9 +222,9 @@ class LlmDataDist:
         `tensors` are `num_tensors` C-contiguous arrays (NumPy, the buffer protocol, DLPack) of one
         shape and type, or plain addresses together with a `CacheDesc`; shape[0] is the number of
         slots or blocks.  With `cache_desc` None it is made from the tensors.  `access` "r" lets
-        peers pull, "rw" also push, "" neither.  Arrays must be writable to be pulled into.  They
-        are kept alive until the cache is unregistered; plain addresses are the caller's to keep
-        valid.
+        peers pull, "rw" also push, "" neither.  Tensors must be writable, and must not overlap, to
+        be pulled into.  They are kept alive until the cache is unregistered; plain addresses are
+        the caller's to keep valid.
 
         Raises TypeError, ParamInvalid, FeatureNotEnabled (device memory) or LlmOutOfMemory.
         """
@@ -234,8 +234,6 @@ class LlmDataDist:
         found, desc = resolve(tensors, cache_desc)
         if access not in _ACCESS:
             raise ParamInvalid(f"access must be one of 'r', 'rw' and '', not {access!r}")
-        if access == "rw" and not all(tensor.writable for tensor in found):
-            raise ParamInvalid("access 'rw' needs tensors that can be written to")
         return self._register(running, found, desc, access)
 
     def allocate_kv_cache(self, cache_desc: CacheDesc, *, access: str = "r") -> Cache:
@@ -268,6 +266,11 @@ class LlmDataDist:
     ) -> Cache:
         nbytes = bytes_of(found, desc)
         blocks = desc.shape[0]
+        writable = all(tensor.writable for tensor in found) and not overlap(found, nbytes)
+        if access == "rw" and not writable:
+            raise ParamInvalid(
+                "access 'rw' needs tensors that can be written to and do not overlap"
+            )
         cache_id = next(self._ids)
         try:
             native = running.native.register(
@@ -276,7 +279,7 @@ class LlmDataDist:
                 blocks,
                 nbytes // blocks,
                 readable=access != "",
-                writable=all(tensor.writable for tensor in found),
+                writable=writable,
                 pushable=access == "rw",
             )
         except MemoryError as error:

@@ -121,11 +121,12 @@ def _decide(
             )
         return plan, False
     if not near.native.writable:
-        raise ParamInvalid(f"the tensors of cache {near.cache_id} are read-only")
+        raise ParamInvalid(f"the tensors of cache {near.cache_id} are read-only, or overlap")
     if path == "get" and not link.native.get:
         raise FeatureNotEnabled(
             f"path 'get' is forced, but one-sided reads do not reach cluster {call.cluster_id}"
-            f" ({link.address}); 'ucxkv info' says why"
+            f" ({link.address}): it may force path 'stream', otherwise 'ucxkv info' on both sides"
+            " says what is in the way"
         )
     return plan, path != "stream" and link.native.get
 

@@ -62,6 +62,7 @@ class LinkTable:
         self._control = ControlThread(f"ucxkv-{cluster_id}")
         self.loop = self._control.loop
         self._options = options
+        self._path = options.resolved_path()
         self._native = native
         self._linking = Linking(
             self._control,
@@ -117,6 +118,7 @@ class LinkTable:
             where = endpoint(*wanted) if wanted is not None else "nowhere"
             raise LlmError(f"cannot listen at {where}: {reason(error)}") from error
         self._options = options
+        self._path = options.resolved_path()
 
     @property
     def listen_address(self) -> tuple[str, int] | None:
@@ -206,8 +208,12 @@ class LinkTable:
         link = self._links.get(cluster_id)
         if link is None:
             return LinkResult(cluster_id, Status.SUCCESS)
-        closed = link.state == "down" or await link.unlink(deadline, force)
-        self._linking.forget(link)
+        try:
+            closed = link.state == "down" or await link.unlink(deadline, force)
+        finally:
+            # An interrupted caller must not leave a link that can neither be used nor made anew.
+            link.down("it was unlinked", "unlinked by the peer")
+            self._linking.forget(link)
         if closed:
             return LinkResult(cluster_id, Status.SUCCESS)
         return LinkResult(
@@ -227,7 +233,7 @@ class LinkTable:
         infos = []
         for link in list(self._links.values()):
             alive = link.state not in ("down", "connecting")
-            get = alive and link.native.get and self._options.resolved_path() != "stream"
+            get = alive and link.native.get and self._path != "stream"
             infos.append(
                 LinkInfo(
                     cluster_id=link.cluster_id,

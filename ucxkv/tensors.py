@@ -7,6 +7,7 @@ import ctypes
 import mmap
 import operator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -100,7 +101,7 @@ def _from_array(array: np.ndarray[Any, Any]) -> Tensor:
         raise ParamInvalid("a tensor is not C-contiguous")
     if array.dtype.hasobject:
         raise ParamInvalid("references to Python objects mean nothing in another process")
-    # An exported buffer cannot be resized, which an ordinary reference would not prevent.
+    # Many a buffer cannot be resized while it is exported, which a reference would not prevent.
     try:
         flat: Any = array.reshape(-1).view(np.uint8)
         hold: object = (array, memoryview(flat))
@@ -121,7 +122,10 @@ def _from_dlpack(tensor: Any) -> Tensor:
         capsule = tensor.__dlpack__()
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise ParamInvalid(f"a tensor refuses to be exported by DLPack: {error}") from error
-    view = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
+    try:
+        view = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
+    except ValueError as error:
+        raise ParamInvalid(f"a tensor gives no DLPack capsule that is known: {error}") from error
     if view.device.type not in _HOST_DEVICES:
         raise FeatureNotEnabled("device memory cannot take part in transfers yet")
     shape = tuple(view.shape[i] for i in range(view.ndim))
@@ -218,6 +222,12 @@ def resolve(tensors: Any, desc: CacheDesc | None) -> tuple[list[Tensor], CacheDe
     return found, CacheDesc(
         desc.num_tensors, tuple(desc.shape), desc.data_type, CachePlacement.HOST
     )
+
+
+def overlap(tensors: list[Tensor], nbytes: int) -> bool:
+    """Whether some of the tensors share bytes: no pull could put the right ones into both."""
+    addresses = sorted(tensor.address for tensor in tensors)
+    return any(b - a < nbytes for a, b in pairwise(addresses))
 
 
 def _plain(desc: CacheDesc) -> CacheDesc:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
-from ucxkv.errors import LlmError, LlmTimeout, Status, error_for
+from ucxkv.errors import LlmError, Status, error_for
 from ucxkv.types import TransferReport
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ class Transfer:
         self._what = what
         self._timeout_ms = timeout_ms
         self._link: Link | None = None
-        self._error: LlmError | None = None
+        # Not the exception itself: its traceback would keep its callers' variables alive.
+        self._failure: tuple[Status, str] | None = None
 
     def __repr__(self) -> str:
         state = "done" if self.done() else f"{self.bytes_done} bytes done"
@@ -40,7 +41,7 @@ class Transfer:
 
     def _fail(self, error: LlmError) -> None:
         """End it with `error` before it has been submitted."""
-        self._error = error
+        self._failure = (error.status, str(error))
         self._handle.end(int(error.status), str(error))
 
     def _abort(self, reason: str) -> None:
@@ -72,6 +73,8 @@ class Transfer:
 
         Returns when nothing can be written on its behalf any more.  `result` then raises LlmError.
         """
+        if self._handle.done:
+            return False
         self._abort("it was cancelled")
         return self._handle.status == Status.FAILED
 
@@ -141,11 +144,11 @@ class Transfer:
                 path="get" if handle.get else "stream",
                 spans=handle.spans,
             )
-        if self._error is None:
-            self._error = self._explain()
-        raise self._error
+        if self._failure is None:
+            self._failure = self._explain()
+        raise error_for(*self._failure)
 
-    def _explain(self) -> LlmError:
+    def _explain(self) -> tuple[Status, str]:
         handle = self._handle
         status = Status(handle.status)
         where = ""
@@ -164,5 +167,4 @@ class Transfer:
             elif not cause:
                 cause = "link or cache were still being waited for"
             cause = f"{waited}; {cause}" if cause else waited
-            return LlmTimeout(f"{self._what}{where}: {cause}")
-        return error_for(status, f"{self._what}{where}: {cause or status.name}")
+        return status, f"{self._what}{where}: {cause or status.name}"

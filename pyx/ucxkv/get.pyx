@@ -11,6 +11,7 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memset
 
 from ucxkv.core cimport (
+    CLOSED,
     GET_MAX,
     GET_RING,
     GET_WINDOW,
@@ -162,13 +163,18 @@ cdef bint words_unpacked(Link* link) noexcept nogil:
 
 cdef void get_trial(Link* link, uint64_t now) noexcept nogil:
     """Find out whether GETs reach the peer: read word 0 of its table and compare."""
-    if link.get_trial == 1 and now >= link.trial_by:
+    if link.get_trial == 2:
+        return
+    if link.trial_by == 0:
+        link.trial_by = now + TRIAL_NS
+        core_timer(link.core, link.trial_by, True)
+    # Two hosts, or two containers, may have no transport for GETs in common.
+    if now >= link.trial_by or (link.rma.state == CLOSED and link.rma.error != UCS_OK):
         decide_trial(link, False)
+        return
     if link.get_trial != 0 or link.rma.state != OPEN or link.rma.failed:
         return
     link.get_trial = 1
-    link.trial_by = now + TRIAL_NS
-    core_timer(link.core, link.trial_by, True)
     if not words_unpacked(link):
         decide_trial(link, False)
         return
