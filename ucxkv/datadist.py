@@ -22,7 +22,7 @@ from ucxkv.errors import KvCacheNotExist, LlmError, LlmOutOfMemory, ParamInvalid
 from ucxkv.options import Options
 from ucxkv.running import Running
 from ucxkv.submission import common, run, run_async
-from ucxkv.tensors import Tensor, allocate, bytes_of, overlap, resolve
+from ucxkv.tensors import Tensor, allocate, bytes_of, resolve
 from ucxkv.transfers import Transfer
 from ucxkv.types import (
     Cache,
@@ -222,9 +222,9 @@ class LlmDataDist:
         `tensors` are `num_tensors` C-contiguous arrays (NumPy, the buffer protocol, DLPack) of one
         shape and type, or plain addresses together with a `CacheDesc`; shape[0] is the number of
         slots or blocks.  With `cache_desc` None it is made from the tensors.  `access` "r" lets
-        peers pull, "rw" also push, "" neither.  Tensors must be writable, and must not overlap, to
-        be pulled into.  They are kept alive until the cache is unregistered; plain addresses are
-        the caller's to keep valid.
+        peers pull, "rw" also push, "" neither.  Tensors must be writable to be pulled into; those
+        that overlap end up with the bytes of whichever came last.  They are kept alive until the
+        cache is unregistered; plain addresses are the caller's to keep valid.
 
         Raises TypeError, ParamInvalid, FeatureNotEnabled (device memory) or LlmOutOfMemory.
         """
@@ -266,11 +266,9 @@ class LlmDataDist:
     ) -> Cache:
         nbytes = bytes_of(found, desc)
         blocks = desc.shape[0]
-        writable = all(tensor.writable for tensor in found) and not overlap(found, nbytes)
+        writable = all(tensor.writable for tensor in found)
         if access == "rw" and not writable:
-            raise ParamInvalid(
-                "access 'rw' needs tensors that can be written to and do not overlap"
-            )
+            raise ParamInvalid("access 'rw' needs tensors that can be written to")
         cache_id = next(self._ids)
         try:
             native = running.native.register(

@@ -121,7 +121,7 @@ def _decide(
             )
         return plan, False
     if not near.native.writable:
-        raise ParamInvalid(f"the tensors of cache {near.cache_id} are read-only, or overlap")
+        raise ParamInvalid(f"the tensors of cache {near.cache_id} are read-only")
     if path == "get" and not link.native.get:
         raise FeatureNotEnabled(
             f"path 'get' is forced, but one-sided reads do not reach cluster {call.cluster_id}"

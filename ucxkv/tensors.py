@@ -7,7 +7,6 @@ import ctypes
 import mmap
 import operator
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -222,12 +221,6 @@ def resolve(tensors: Any, desc: CacheDesc | None) -> tuple[list[Tensor], CacheDe
     return found, CacheDesc(
         desc.num_tensors, tuple(desc.shape), desc.data_type, CachePlacement.HOST
     )
-
-
-def overlap(tensors: list[Tensor], nbytes: int) -> bool:
-    """Whether some of the tensors share bytes: no pull could put the right ones into both."""
-    addresses = sorted(tensor.address for tensor in tensors)
-    return any(b - a < nbytes for a, b in pairwise(addresses))
 
 
 def _plain(desc: CacheDesc) -> CacheDesc:
