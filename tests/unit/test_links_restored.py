@@ -309,8 +309,12 @@ def test_cut_at_any_moment() -> None:
             except LinkFailed as error:
                 assert error.results[0].status == Status.LINK_FAILED  # noqa: PT017
             timer.join()
+            # A listener that had been ready waits its 10 s for a dialler that has given up.
             eventually(
-                lambda: {listener.state(dialler), dialler.state(listener)} <= {"up", "down", "none"}
+                lambda: (
+                    {listener.state(dialler), dialler.state(listener)} <= {"up", "down", "none"}
+                ),
+                seconds=12,
             )
             states = {listener.state(dialler), dialler.state(listener)}
             assert states == {"up"} or "up" not in states
