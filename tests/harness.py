@@ -230,6 +230,11 @@ class Peer:
         self.ready()
         return self._address
 
+    @address.setter
+    def address(self, address: tuple[str, int] | None) -> None:
+        self.ready()
+        self._address = address
+
     @property
     def pid(self) -> int:
         return self.process.pid

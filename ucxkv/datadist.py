@@ -316,14 +316,17 @@ class LlmDataDist:
             return
         deadline = time.monotonic() + timeout
         entry.native.begin_retire()
-        if entry.access:
-            running.links.retire(entry, deadline)
+        try:
+            if entry.access:
+                running.links.retire(entry, deadline)
             entry.native.wait_served(deadline - time.monotonic())
-        if not entry.native.retire():
-            raise LlmError(
-                f"UCX does not give the memory of cache {cache_id} back; it stays registered"
-            )
-        running.holds.pop(cache_id, None)
+        finally:
+            # An interrupt shortens the wait, no more: it must not leave the memory registered.
+            if not entry.native.retire():
+                raise LlmError(
+                    f"UCX does not give the memory of cache {cache_id} back; it stays registered"
+                )
+            running.holds.pop(cache_id, None)
 
     # -- pulls --------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from ucxkv._load import SWITCH, has_rdma, loaded, rdma_devices, wheel_folder
 from ucxkv._version import __version__
 from ucxkv.context import UcxError, describe
 from ucxkv.engine import silence_ucx
+from ucxkv.errors import LlmError
 from ucxkv.options import Options
 
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -211,7 +212,11 @@ def render(info: Info, console: Console) -> None:
 
 def main(json: bool = False) -> int:
     """Print what `collect` finds, for people or as JSON; returns the exit code."""
-    info = collect()
+    try:
+        info = collect()
+    except (LlmError, UcxError) as error:
+        print(f"ucxkv info: {error}", file=sys.stderr)
+        return 1
     if json:
         print(json_module.dumps(asdict(info), indent=2))
     else:

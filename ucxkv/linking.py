@@ -384,6 +384,9 @@ class Linking:
             raise CannotLink("an engine does not link to itself")
         joined = False
         while True:
+            # What is waited for below returns at the deadline without giving way to its timer.
+            if self.loop.time() >= deadline:
+                raise asyncio.TimeoutError
             link = self.links.get(cluster_id)
             dial = self._dials.get(cluster_id)
             if dial is not None:

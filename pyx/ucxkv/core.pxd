@@ -342,6 +342,7 @@ cdef struct Totals:
 cdef struct Core:
     pthread_mutex_t gate
     pthread_mutex_t lock
+    pthread_mutex_t mapping     # held while memory is mapped, unmapped or described to peers
     pthread_cond_t idle         # with `lock`: a retiring cache or a link has become idle
     pthread_t thread
     bint thread_running

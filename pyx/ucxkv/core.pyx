@@ -147,6 +147,7 @@ cdef Core* core_new() except NULL:
     core.next_deadline = <uint64_t>-1
     pthread_mutex_init(&core.gate, NULL)
     pthread_mutex_init(&core.lock, NULL)
+    pthread_mutex_init(&core.mapping, NULL)
     pthread_condattr_init(&attr)
     pthread_condattr_setclock(&attr, CLOCK_MONOTONIC)
     pthread_cond_init(&core.idle, &attr)
@@ -202,6 +203,7 @@ cdef void core_free(Core* core) noexcept nogil:
     if core.notify_fd >= 0:
         close(core.notify_fd)
     pthread_cond_destroy(&core.idle)
+    pthread_mutex_destroy(&core.mapping)
     pthread_mutex_destroy(&core.lock)
     pthread_mutex_destroy(&core.gate)
     free(core)

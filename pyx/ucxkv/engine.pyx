@@ -34,6 +34,8 @@ from ucxkv.memory import LocalCache as _LocalCache
 from ucxkv.pthread cimport (
     now_ns,
     pthread_create,
+    pthread_mutex_lock,
+    pthread_mutex_unlock,
     pthread_t,
     timespec,
 )
@@ -225,6 +227,7 @@ cdef class NativeEngine:
             for i in range(core.n_am):
                 worker_close(&core.am[i])
             core.n_am = 0
+            pthread_mutex_lock(&core.mapping)
             if core.rma.context != NULL:
                 if core.words_memh != NULL:
                     ucp_mem_unmap(core.rma.context, core.words_memh)
@@ -233,6 +236,7 @@ cdef class NativeEngine:
                 core.words_memh = NULL
                 core.scratch_memh = NULL
             worker_close(&core.rma)
+            pthread_mutex_unlock(&core.mapping)
             # Links whose last messages nobody took went with their workers.
             while core.first_link != NULL:
                 link = core.first_link

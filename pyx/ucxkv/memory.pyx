@@ -37,7 +37,14 @@ from ucxkv.core cimport (
     random64,
 )
 from ucxkv.endpoint cimport NativeLink
-from ucxkv.pthread cimport now_ns, pthread_cond_timedwait, timespec, to_timespec
+from ucxkv.pthread cimport (
+    now_ns,
+    pthread_cond_timedwait,
+    pthread_mutex_lock,
+    pthread_mutex_unlock,
+    timespec,
+    to_timespec,
+)
 from ucxkv.spans cimport Geometry
 from ucxkv.transfer cimport remote_unref, transfer_end
 from ucxkv.ucp cimport (
@@ -66,7 +73,8 @@ cdef enum:
 
 cdef void region_map(Core* core, Region* region, unsigned int prot) except *:
     cdef ucp_mem_map_params_t params
-    cdef ucs_status_t status
+    cdef ucs_status_t status = UCS_OK
+    cdef bint closed
     memset(&params, 0, sizeof(params))
     params.field_mask = (UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH
                          | UCP_MEM_MAP_PARAM_FIELD_PROT)
@@ -74,7 +82,14 @@ cdef void region_map(Core* core, Region* region, unsigned int prot) except *:
     params.length = region.length
     params.prot = prot
     with nogil:
-        status = ucp_mem_map(core.rma.context, &params, &region.memh)
+        # The engine may be closed at any moment by another thread.
+        pthread_mutex_lock(&core.mapping)
+        closed = core.rma.context == NULL
+        if not closed:
+            status = ucp_mem_map(core.rma.context, &params, &region.memh)
+        pthread_mutex_unlock(&core.mapping)
+    if closed:
+        raise RuntimeError("the engine is closed")
     if status != UCS_OK:
         region.memh = NULL
         raise MemoryError(
@@ -182,10 +197,12 @@ cdef class LocalCache:
         cdef Core* core = self.core
         cdef CacheMem* mem = self.mem
         with nogil:
+            pthread_mutex_lock(&core.mapping)
             for i in range(mem.n_regions):
                 if mem.regions[i].memh != NULL and core.rma.context != NULL:
                     ucp_mem_unmap(core.rma.context, mem.regions[i].memh)
-                    mem.regions[i].memh = NULL
+                mem.regions[i].memh = NULL
+            pthread_mutex_unlock(&core.mapping)
 
     @property
     def cache_id(self):
@@ -217,11 +234,20 @@ cdef class LocalCache:
         cdef size_t size
         cdef uint32_t i
         cdef ucs_status_t status
+        cdef bint mapped
         rkeys = []
         if self.core.rma.context != NULL:
             for i in range(self.mem.n_regions):
-                status = ucp_rkey_pack(self.core.rma.context, self.mem.regions[i].memh, &buffer,
-                                       &size)
+                with nogil:
+                    pthread_mutex_lock(&self.core.mapping)
+                    mapped = (self.core.rma.context != NULL
+                              and self.mem.regions[i].memh != NULL)
+                    if mapped:
+                        status = ucp_rkey_pack(self.core.rma.context, self.mem.regions[i].memh,
+                                               &buffer, &size)
+                    pthread_mutex_unlock(&self.core.mapping)
+                if not mapped:
+                    raise RuntimeError("the engine is closed")
                 if status != UCS_OK:
                     raise RuntimeError(
                         f"UCX cannot pack an rkey: {ucs_status_string(status).decode()}")

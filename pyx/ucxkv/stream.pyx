@@ -93,6 +93,7 @@ from ucxkv.ucp cimport (
 cdef enum:
     PING_AGAIN_NS = 200000000
     ENTITLED = 2 * STREAM_CHUNK
+    MAX_OUTSTANDING = 8192
     # Requests that a puller has open at one owner: the others wait for their turn.
     MAX_REQUESTS = 512
 
@@ -345,7 +346,9 @@ cdef uint32_t check_request(Core* core, Link* link, const Request* r,
             or r.tensors > mem.num_tensors - r.first_tensor
             or r.block >= mem.blocks or r.block_len == 0 or r.block_len > mem.block_bytes
             or r.n_blocks == 0 or r.n_blocks > MAX_BLOCKS
-            or (not r.has_blocks and r.n_blocks != 1)):
+            or (not r.has_blocks and r.n_blocks != 1)
+            # The product of what a peer names must not wrap.
+            or r.block_len > (<uint64_t>1 << 62) // r.tensors // r.n_blocks):
         return ST_PARAM_INVALID
     if r.start > r.tensors * r.n_blocks * r.block_len:
         return ST_PARAM_INVALID
@@ -388,7 +391,8 @@ cdef ucs_status_t on_request(void* arg, const void* header, size_t header_length
     cdef Serve* serve
     cdef Serve** tail
     cdef uint32_t status
-    if link == NULL or link.n_serves >= MAX_SERVES:
+    # A peer that asks but does not read gets nothing queued for it without bound.
+    if link == NULL or link.n_serves >= MAX_SERVES or link.am.outstanding > MAX_OUTSTANDING:
         return UCS_OK
     status = check_request(core, link, r, &mem)
     serve = <Serve*>calloc(1, sizeof(Serve))
@@ -606,7 +610,7 @@ cdef ucs_status_t on_ping(void* arg, const void* header, size_t header_length, v
                           size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
     cdef Link* link = am_addressed(<Core*>arg, <const Head*>header, header_length, sizeof(Head),
                                    param)
-    if link != NULL:
+    if link != NULL and link.am.outstanding <= MAX_OUTSTANDING:
         link.pong_due = True
         link.dirty = True
     return UCS_OK

@@ -285,14 +285,6 @@ def wrong_slot_of(ctx: Context, name: str, seed: int, slot: int, slot_bytes: int
     ]
 
 
-def absent(ctx: Context, name: str, value: int, run: int = 4096) -> bool:
-    """Whether no aligned run of so many bytes consists of this value alone."""
-    return not any(
-        bool((raw[: len(raw) // run * run].reshape(-1, run) == value).all(axis=1).any())
-        for raw in ctx.arenas[name].raws()
-    )
-
-
 def drop_cache(ctx: Context, name: str, timeout_ms: int = 1000) -> float:
     """Unregister; the seconds it took."""
     cache = ctx.caches.pop(name)
@@ -553,6 +545,18 @@ def hold_gil(ctx: Context, seconds: float) -> None:
     import ctypes
 
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+def begin_and_hold_gil(
+    ctx: Context, name: str, cluster_id: int, cache_id: int, seconds: float
+) -> dict[str, Any]:
+    """Start a pull, keep the GIL for a while, and see how far it has come."""
+    args, kwargs = pull_arguments(ctx, name, cluster_id, cache_id, timeout_ms=5000)
+    transfer = ctx.engine.pull_kv_cache_async(*args, **kwargs)
+    hold_gil(ctx, seconds)
+    found = {"done": transfer.done(), "bytes": transfer.bytes_done}
+    transfer.result(5)
+    return found
 
 
 def thread_names(ctx: Context) -> list[str]:

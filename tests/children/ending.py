@@ -41,9 +41,11 @@ def calls_on(ctx: Context, engine: Any) -> dict[str, str]:
 
 
 def finalize_twice(ctx: Context) -> dict[str, Any]:
+    twice = actions.attempt(ctx.engine.initialize).kind
     ctx.engine.finalize()
     again = actions.attempt(ctx.engine.finalize).kind
     return {
+        "initialized twice": twice,
         "again": again,
         "calls": calls_on(ctx, ctx.engine),
         "threads": [name for name in actions.thread_names(ctx) if "ucxkv" in name.lower()],
@@ -89,6 +91,12 @@ def drop_engine(ctx: Context, address: tuple[str, int]) -> dict[str, Any]:
             time.sleep(0.05)
             gc.collect()
     return {"warnings": [one.category.__name__ for one in caught]}
+
+
+def listen_at(ctx: Context, address: tuple[str, int]) -> actions.Outcome:
+    return actions.attempt(
+        lambda: actions.build_engine(9, {"listen": f"{address[0]}:{address[1]}"}).finalize()
+    )
 
 
 def never_initialized(ctx: Context) -> dict[str, Any]:

