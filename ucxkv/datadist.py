@@ -136,7 +136,7 @@ class LlmDataDist:
             raise LlmError("the engine is not initialized")
         if running.pid != os.getpid():
             raise LlmError(
-                "this engine belongs to the parent process: create one after the fork instead"
+                "this engine belongs to the parent process: a forked child cannot use it"
             )
         return running
 

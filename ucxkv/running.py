@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
+import weakref
 
 from ucxkv import settings
 from ucxkv._load import loaded
 from ucxkv.catalogue import LocalCatalogue
 from ucxkv.engine import NativeEngine, silence_ucx
+from ucxkv.errors import LlmError
 from ucxkv.options import Options
 from ucxkv.table import LinkTable
 from ucxkv.types import LlmRole
@@ -20,6 +22,11 @@ class Running:
     """All that a running engine owns; it refers to no LlmDataDist, so that one can be collected."""
 
     def __init__(self, cluster_id: int, role: LlmRole, options: Options) -> None:
+        if _forked_beside_an_engine:
+            raise LlmError(
+                "this process was forked while an engine was open, and UCX does not work in it:"
+                " start it by 'spawn', or fork before opening an engine"
+            )
         self.pid = os.getpid()
         self.options = options
         self.path = options.resolved_path()
@@ -39,9 +46,11 @@ class Running:
             native=self.native,
             catalogue=self.catalogue,
         )
+        _open.add(self)
         try:
             self.links.start()
         except BaseException:
+            _open.discard(self)
             self.native.close()
             raise
 
@@ -59,10 +68,23 @@ class Running:
             else:
                 stuck.append(self.holds[entry.cache_id])
         self.native.close()
+        _open.discard(self)
         if stuck:
             _stuck.append(stuck)
         self.holds.clear()
 
+
+_open: weakref.WeakSet[Running] = weakref.WeakSet()
+# UCX has threads of its own, which a forked child lacks while it believes that they run.
+_forked_beside_an_engine = False
+
+
+def _after_fork() -> None:
+    global _forked_beside_an_engine
+    _forked_beside_an_engine = _forked_beside_an_engine or bool(_open)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 # Memory that UCX would not give back: freeing it would be worse than keeping it.
 _stuck: list[object] = []

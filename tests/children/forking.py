@@ -56,6 +56,8 @@ def fork(
 
 
 def try_engine(ctx: Context, cluster_id: int, cache_id: int) -> list[tuple[str, str, str]]:
+    import ucxkv
+
     engine = ctx.engine
     calls = {
         "pull": lambda: actions.pull(ctx, "kv", cluster_id, cache_id),
@@ -65,6 +67,7 @@ def try_engine(ctx: Context, cluster_id: int, cache_id: int) -> list[tuple[str, 
         "unregister": lambda: actions.attempt(
             lambda: engine.unregister_kv_cache(ctx.caches["kv"].cache_id)
         ),
+        "another engine": lambda: actions.attempt(ucxkv.LlmDataDist(77).initialize),
     }
     said = []
     for name, call in calls.items():
