@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from ucxkv.links import Link
 
 
+_LOOK_SECONDS = 0.002
+
+
 class Transfer:
     """A running pull: wait for it, await it, follow its layers, cancel it.
 
@@ -113,27 +116,38 @@ class Transfer:
 
     async def _awaited(self) -> TransferReport:
         """Wait on the running loop; being cancelled cancels the transfer, fenced."""
-        if not self._handle.done:
-            loop = asyncio.get_running_loop()
-            ended: asyncio.Future[None] = loop.create_future()
+        try:
+            await self._ended()
+        except BaseException:
+            self.cancel()
+            raise
+        return self._outcome()
+
+    async def _ended(self) -> None:
+        if self._handle.done:
+            return
+        try:
             # A descriptor of our own, since a loop has one reader for each.
             fd = os.dup(self._handle.event_fd())
+        except OSError:
+            # None is left: look now and then.
+            while not self._handle.done:
+                await asyncio.sleep(_LOOK_SECONDS)
+            return
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
 
-            def over() -> None:
-                loop.remove_reader(fd)
-                if not ended.done():
-                    ended.set_result(None)
+        def over() -> None:
+            loop.remove_reader(fd)
+            if not ended.done():
+                ended.set_result(None)
 
-            loop.add_reader(fd, over)
-            try:
-                await ended
-            except BaseException:
-                self.cancel()
-                raise
-            finally:
-                loop.remove_reader(fd)
-                os.close(fd)
-        return self._outcome()
+        loop.add_reader(fd, over)
+        try:
+            await ended
+        finally:
+            loop.remove_reader(fd)
+            os.close(fd)
 
     def _outcome(self) -> TransferReport:
         handle = self._handle

@@ -54,6 +54,10 @@ cdef enum:
     SIGNAL_NS = 50000000
 
 
+# A century in seconds: what is longer would not fit the clock.
+cdef double LONGEST = 3e9
+
+
 cdef TransferHandle handle_create(object engine, Core* core, Transfer* t):
     """Takes over the caller's reference to `t`."""
     cdef TransferHandle handle = TransferHandle.__new__(TransferHandle)
@@ -229,7 +233,7 @@ cdef class TransferHandle:
         cdef uint64_t until
         cdef bint ready
         if seconds is not None:
-            end = now_ns() + <uint64_t>(max(0.0, seconds) * 1e9)
+            end = now_ns() + <uint64_t>(min(max(0.0, seconds), LONGEST) * 1e9)
         while True:
             with nogil:
                 until = now_ns() + SIGNAL_NS
