@@ -109,7 +109,7 @@ cdef void link_error(Link* link, ucs_status_t status) noexcept nogil:
 
 cdef void plane_fail(Link* link, Plane* plane, ucs_status_t status) noexcept nogil:
     """Have `plane` closed and opened again; `status` UCS_OK means on purpose."""
-    if plane.state != OPEN:
+    if plane.state != OPEN or (plane.failed and status == UCS_OK):
         return
     if not plane.failed or plane.error == UCS_OK:
         plane.error = status
