@@ -46,7 +46,7 @@ def _may_unshare(flags: str) -> bool:
 @pytest.mark.parametrize(
     "flags", ["-pf", "-i", "-pfi"], ids=["process ids", "shared memory", "both"]
 )
-def test_streams_where_no_get_reaches(flags: str) -> None:
+def test_streams_where_no_get_reaches(flags: str, tmp_path: Path) -> None:
     if not _may_unshare(flags):
         pytest.skip(f"namespaces cannot be made here (unshare {flags})")
     environment = {
@@ -59,6 +59,7 @@ def test_streams_where_no_get_reaches(flags: str) -> None:
         stdout=subprocess.PIPE,
         text=True,
         env=environment,
+        cwd=tmp_path,
     )
     assert owner.stdin is not None
     assert owner.stdout is not None
@@ -70,6 +71,7 @@ def test_streams_where_no_get_reaches(flags: str) -> None:
             text=True,
             timeout=60,
             env=environment,
+            cwd=tmp_path,
             check=False,
         )
         assert (pulled.stdout, pulled.stderr) == ("stream stream\n", "")
