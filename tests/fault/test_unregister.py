@@ -16,7 +16,7 @@ LOOP_ROUNDS = rounds(500)
 STOP_ROUNDS = rounds(50)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def sharing(path: str) -> Iterator[tuple[Peer, Peer, reuse.Board]]:
     """A linked pair, and a shared board on which the owner announces its caches."""
     with ExitStack() as stack:
@@ -27,6 +27,11 @@ def sharing(path: str) -> Iterator[tuple[Peer, Peer, reuse.Board]]:
         )
         puller.link(owner)
         yield owner, puller, board
+
+
+def forget(peer: Peer, name: str) -> None:
+    peer.call(actions.drop_cache, name)
+    peer.call(actions.forget_arena, name)
 
 
 @pytest.mark.timeout(180)
@@ -71,6 +76,8 @@ def test_puller_stopped_in_mid_pull(sharing: tuple[Peer, Peer, reuse.Board]) -> 
             assert puller.call(actions.wrong_tensors, "kv", seed) == [], (number, outcome)
         owner.call(actions.drop_cache, "kv")
     assert kinds.count("KvCacheNotExist") > STOP_ROUNDS // 4, kinds
+    forget(puller, "kv")
+    owner.call(actions.forget_arena, "kv")
 
 
 def test_a_running_pull_may_end_within_the_timeout(
@@ -87,6 +94,7 @@ def test_a_running_pull_may_end_within_the_timeout(
     outcome = puller.call(actions.finish, "pull")
     assert outcome.ok, outcome
     assert puller.call(actions.wrong_tensors, "kv", 1) == []
+    forget(puller, "kv")
 
 
 def test_a_running_pull_is_ended_at_the_timeout(
@@ -102,6 +110,7 @@ def test_a_running_pull_is_ended_at_the_timeout(
     assert outcome.kind == "KvCacheNotExist", outcome
     assert str(cache_id) in outcome.message
     assert seconds <= 0.100 + 0.050 + late
+    forget(puller, "kv")
 
 
 def test_unregister_the_destination(sharing: tuple[Peer, Peer, reuse.Board]) -> None:
@@ -126,6 +135,9 @@ def test_unregister_the_destination(sharing: tuple[Peer, Peer, reuse.Board]) -> 
     assert puller.call(actions.wrong_tensors, "healthy", 2) == []
     time.sleep(0.3)
     assert puller.call(actions.painted, "doomed", 0x5A)
+    forget(puller, "healthy")
+    for name in ("doomed", "healthy"):
+        forget(owner, name)
 
 
 def test_an_unknown_id_is_no_error(sharing: tuple[Peer, Peer, reuse.Board]) -> None:
@@ -143,6 +155,8 @@ def test_ids_are_never_used_again(sharing: tuple[Peer, Peer, reuse.Board]) -> No
     outcome = puller.call(actions.pull, "kv", 1, first, timeout_ms=5000)
     assert outcome.kind == "KvCacheNotExist", outcome
     assert puller.call(actions.pull, "kv", 1, second, timeout_ms=5000).ok
+    forget(puller, "kv")
+    forget(owner, "kv")
 
 
 def test_peers_learn_of_it(sharing: tuple[Peer, Peer, reuse.Board]) -> None:
@@ -158,3 +172,4 @@ def test_peers_learn_of_it(sharing: tuple[Peer, Peer, reuse.Board]) -> None:
         assert outcome.kind == "KvCacheNotExist", outcome
         assert outcome.seconds < 1
     wait_until(lambda: "up" in puller.call(actions.links)[1], timeout=5)
+    forget(puller, "kv")
