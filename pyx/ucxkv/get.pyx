@@ -54,6 +54,7 @@ cdef enum:
     TRIAL_NS = 500000000
     # A transfer gives up when this many endpoints in a row broke without one byte of progress.
     MAX_ERRORS = 4
+    POSTS_A_TURN = 256
 
 
 cdef bint post(Link* link, GetOp* op, void* buffer, uint64_t length, uint64_t remote,
@@ -244,10 +245,16 @@ cdef bint post_data(Link* link, Transfer* t) noexcept nogil:
 cdef void get_pump(Link* link) noexcept nogil:
     """Post what the windows allow, in turn for all transfers of the link."""
     cdef uint32_t idle = 0
+    cdef int budget = POSTS_A_TURN
     cdef Transfer* t
     if link.rma.state != OPEN or not link.get_ok:
         return
     while link.transfers != NULL and idle < link.n_transfers and not link.rma.failed:
+        if budget <= 0:
+            # Where GETs complete at once no window fills: let others have the lock in between.
+            link.dirty = True
+            return
+        budget -= 1
         t = link.transfers
         link.transfers = t.link_next
         idle += 1

@@ -93,6 +93,7 @@ from ucxkv.ucp cimport (
 cdef enum:
     PING_AGAIN_NS = 200000000
     ENTITLED = 2 * STREAM_CHUNK
+    CHUNKS_A_TURN = 8
     MAX_OUTSTANDING = 8192
     # Requests that a puller has open at one owner: the others wait for their turn.
     MAX_REQUESTS = 512
@@ -339,8 +340,7 @@ cdef uint32_t check_request(Core* core, Link* link, const Request* r,
         return ST_PARAM_INVALID
     mem = core.caches[r.cache_slot]
     if (mem == NULL or mem.cache_id != r.cache_id or mem.generation != r.generation
-            or mem.retiring and not r.offer
-            or not (mem.readable or offered(link, mem, r.offer))):
+            or ((mem.retiring or not mem.readable) and not offered(link, mem, r.offer))):
         return ST_CACHE_NOT_EXIST
     if (r.tensors == 0 or r.first_tensor >= mem.num_tensors
             or r.tensors > mem.num_tensors - r.first_tensor
@@ -561,17 +561,24 @@ cdef void pump_serves(Link* link) noexcept nogil:
     cdef Serve* serve
     cdef Serve* head
     cdef bint moved = True
+    cdef int budget = CHUNKS_A_TURN
     while moved and link.serves != NULL:
+        if budget <= 0:
+            # While the puller keeps up no window fills: let others have the lock in between.
+            link.dirty = True
+            break
         moved = False
         place = &link.serves
         while place[0] != NULL:
             if link.am.state != OPEN or link.am.failed:
                 return
             serve = place[0]
-            if (not serve.ended and serve.offset < serve.total
+            if (budget > 0 and not serve.ended and serve.offset < serve.total
                     and link.stream_bytes < STREAM_WINDOW
                     and (serve.blocks == NULL or serve.n_blocks_known == serve.geo.n_blocks)):
-                moved = send_chunk(link, serve) or moved
+                if send_chunk(link, serve):
+                    moved = True
+                    budget -= 1
             if serve_over(link, serve):
                 free_serve(link, place)
             else:

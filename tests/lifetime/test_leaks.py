@@ -38,7 +38,8 @@ def test_link_pull_unlink(strangers: tuple[Peer, Peer]) -> None:
     wait_until(lambda: settle(strangers, idle), timeout=60, step=0.5)
     after = [(peer.sample(), peer.call(ageing.objects)) for peer in strangers]
     for peer, (old, old_objects), (new, new_objects) in zip(strangers, before, after, strict=True):
-        assert new.fds <= old.fds, (peer.name, old, new)
+        # UCX's TCP sockets close late and in no fixed order; one a round would be a leak.
+        assert new.fds <= old.fds + 4, (peer.name, old, new)
         assert new.threads <= old.threads, (peer.name, old, new)
         # The allocator may map a few more arenas; one mapping a round would be a leak.
         assert new.maps <= old.maps + 20, (peer.name, old, new)

@@ -401,6 +401,7 @@ def test_processes(script: str) -> None:
         text=True,
         timeout=60,
         env={**os.environ, "PYTHONPATH": str(Path(ucxkv.__file__).parents[1])},
+        cwd=here,
         check=False,
     )
     assert (result.stdout, result.stderr, result.returncode) == ("well\n", "", 0)
