@@ -11,9 +11,9 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc, qsort
 from libc.string cimport memcpy, memset
 
-from ucxkv.core cimport CacheMem, core_lock, core_unlock
+from ucxkv.core cimport CacheMem, core_idle, core_lock, core_unlock
 from ucxkv.memory cimport LocalCache
-from ucxkv.pthread cimport now_ns, pthread_cond_broadcast
+from ucxkv.pthread cimport now_ns
 from ucxkv.spans cimport Cursor, Geometry, cursor_advance, cursor_run, cursor_seek, geometry_bytes
 
 
@@ -139,7 +139,7 @@ cdef class Copy:
             self._source.mem.pulls -= 1
             self._target.mem.pulls -= 1
             if self._source.mem.retiring or self._target.mem.retiring:
-                pthread_cond_broadcast(&self._source.core.idle)
+                core_idle(self._source.core)
             core_unlock(self._source.core)
 
     cdef Step _step(self, Cursor* src, Cursor* dst, uint64_t* spans,

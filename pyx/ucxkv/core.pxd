@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
-from ucxkv.pthread cimport pthread_cond_t, pthread_mutex_t, pthread_t
+from ucxkv.pthread cimport pthread_cond_t, pthread_mutex_t, pthread_t, timespec
 from ucxkv.spans cimport Cursor, Geometry
 from ucxkv.ucp cimport ucp_context_h, ucp_ep_h, ucp_mem_h, ucp_rkey_h, ucp_worker_h, ucs_status_t
 
@@ -343,7 +343,8 @@ cdef struct Core:
     pthread_mutex_t gate
     pthread_mutex_t lock
     pthread_mutex_t mapping     # held while memory is mapped, unmapped or described to peers
-    pthread_cond_t idle         # with `lock`: a retiring cache or a link has become idle
+    pthread_mutex_t idle_mutex  # taken after `lock`
+    pthread_cond_t idle         # a retiring cache or a link has become idle
     pthread_t thread
     bint thread_running
     bint stop
@@ -383,6 +384,8 @@ cdef struct Core:
 cdef void core_lock(Core* core) noexcept nogil
 cdef void core_unlock(Core* core) noexcept nogil
 cdef void core_timer(Core* core, uint64_t when, bint wake) noexcept nogil
+cdef void core_wait(Core* core, const timespec* until) noexcept nogil
+cdef void core_idle(Core* core) noexcept nogil
 cdef void core_wake(Core* core) noexcept nogil
 cdef void core_notify(Core* core) noexcept nogil
 cdef uint64_t random64() noexcept nogil

@@ -13,8 +13,10 @@ from posix.unistd cimport close, getpid, write
 
 from ucxkv.pthread cimport (
     CLOCK_MONOTONIC,
+    pthread_cond_broadcast,
     pthread_cond_destroy,
     pthread_cond_init,
+    pthread_cond_timedwait,
     pthread_condattr_destroy,
     pthread_condattr_init,
     pthread_condattr_setclock,
@@ -23,6 +25,7 @@ from ucxkv.pthread cimport (
     pthread_mutex_init,
     pthread_mutex_lock,
     pthread_mutex_unlock,
+    timespec,
 )
 
 
@@ -54,6 +57,26 @@ cdef void core_lock(Core* core) noexcept nogil:
 
 cdef void core_unlock(Core* core) noexcept nogil:
     pthread_mutex_unlock(&core.lock)
+
+
+cdef void core_wait(Core* core, const timespec* until) noexcept nogil:
+    """Wait for core_idle, at most until `until`; the lock is given up meanwhile.
+
+    Not by a condition of the lock itself: waking up has to go through the gate like everything
+    else, or the service thread would starve it.
+    """
+    pthread_mutex_lock(&core.idle_mutex)
+    core_unlock(core)
+    pthread_cond_timedwait(&core.idle, &core.idle_mutex, until)
+    pthread_mutex_unlock(&core.idle_mutex)
+    core_lock(core)
+
+
+cdef void core_idle(Core* core) noexcept nogil:
+    """Something that core_wait may be waiting for has happened; called with the lock held."""
+    pthread_mutex_lock(&core.idle_mutex)
+    pthread_cond_broadcast(&core.idle)
+    pthread_mutex_unlock(&core.idle_mutex)
 
 
 cdef void core_wake(Core* core) noexcept nogil:
@@ -148,6 +171,7 @@ cdef Core* core_new() except NULL:
     pthread_mutex_init(&core.gate, NULL)
     pthread_mutex_init(&core.lock, NULL)
     pthread_mutex_init(&core.mapping, NULL)
+    pthread_mutex_init(&core.idle_mutex, NULL)
     pthread_condattr_init(&attr)
     pthread_condattr_setclock(&attr, CLOCK_MONOTONIC)
     pthread_cond_init(&core.idle, &attr)
@@ -204,6 +228,7 @@ cdef void core_free(Core* core) noexcept nogil:
         close(core.notify_fd)
     pthread_cond_destroy(&core.idle)
     pthread_mutex_destroy(&core.mapping)
+    pthread_mutex_destroy(&core.idle_mutex)
     pthread_mutex_destroy(&core.lock)
     pthread_mutex_destroy(&core.gate)
     free(core)

@@ -33,13 +33,13 @@ from ucxkv.core cimport (
     Transfer,
     core_lock,
     core_unlock,
+    core_wait,
     core_wake,
     random64,
 )
 from ucxkv.endpoint cimport NativeLink
 from ucxkv.pthread cimport (
     now_ns,
-    pthread_cond_timedwait,
     pthread_mutex_lock,
     pthread_mutex_unlock,
     timespec,
@@ -362,7 +362,7 @@ cdef bint wait_idle(Core* core, CacheMem* mem, uint64_t end, bint serves_only) n
         if now_ns() >= end:
             return False
         until = to_timespec(end)
-        pthread_cond_timedwait(&core.idle, &core.lock, &until)
+        core_wait(core, &until)
     return True
 
 
@@ -465,7 +465,7 @@ cdef bint wait_quiet(Core* core, CacheMem* mem, uint64_t end) noexcept nogil:
         if now >= end and (fenced or now >= end + FENCE_MAX_NS):
             return False
         until = to_timespec(end if now < end else now + 1000000)
-        pthread_cond_timedwait(&core.idle, &core.lock, &until)
+        core_wait(core, &until)
 
 
 cdef bint fences_over(Core* core, CacheMem* mem) noexcept nogil:

@@ -41,10 +41,11 @@ from ucxkv.core cimport (
     RemoteMem,
     SendOp,
     Transfer,
+    core_idle,
     core_timer,
     send_new,
 )
-from ucxkv.pthread cimport now_ns, pthread_cond_broadcast
+from ucxkv.pthread cimport now_ns
 from ucxkv.spans cimport Geometry, cursor_seek, geometry_bytes
 from ucxkv.stream cimport (
     AM_ANSWER,
@@ -532,7 +533,7 @@ cdef ucs_status_t on_echo(void* arg, const void* header, size_t header_length, v
             place[0] = quiet.next
             free(quiet.blocks)
             free(quiet)
-            pthread_cond_broadcast(&link.core.idle)
+            core_idle(link.core)
         else:
             place = &quiet.next
     return UCS_OK
@@ -605,7 +606,7 @@ cdef void push_link_closed(Link* link) noexcept nogil:
         link.quiets = quiet.next
         free(quiet.blocks)
         free(quiet)
-    pthread_cond_broadcast(&link.core.idle)
+    core_idle(link.core)
 
 
 cdef ucs_status_t push_install(Core* core, ucp_worker_h worker) noexcept nogil:

@@ -18,6 +18,7 @@ from ucxkv.core cimport (
     Link,
     RemoteMem,
     Transfer,
+    core_idle,
     core_lock,
     core_notify,
     core_timer,
@@ -25,7 +26,7 @@ from ucxkv.core cimport (
 )
 from ucxkv.endpoint cimport link_unref, plane_fail, plane_step, remotes_forget
 from ucxkv.get cimport get_plane_closed, get_pump, get_trial
-from ucxkv.pthread cimport now_ns, pthread_cond_broadcast, timespec, to_timespec
+from ucxkv.pthread cimport now_ns, timespec, to_timespec
 from ucxkv.push cimport push_link_closed, push_plane_closed, push_pump
 from ucxkv.stream cimport stream_drop_serves, stream_plane_closed, stream_prove, stream_pump
 from ucxkv.transfer cimport remote_unref, transfer_end
@@ -105,7 +106,7 @@ cdef void close_step(Link* link, uint64_t now) noexcept nogil:
         core_timer(link.core, link.linger_until, True)
     if link.am.state == CLOSED or now >= link.linger_until:
         link.closed = True
-        pthread_cond_broadcast(&link.core.idle)
+        core_idle(link.core)
         core_notify(link.core)
 
 

@@ -47,6 +47,7 @@ from ucxkv.core cimport (
     SendOp,
     Serve,
     Transfer,
+    core_idle,
     core_notify,
     core_timer,
     pack_take,
@@ -54,7 +55,6 @@ from ucxkv.core cimport (
     send_new,
 )
 from ucxkv.endpoint cimport plane_fail
-from ucxkv.pthread cimport pthread_cond_broadcast
 from ucxkv.spans cimport Geometry, cursor_advance, cursor_run, cursor_seek, geometry_bytes
 from ucxkv.transfer cimport (
     transfer_advance,
@@ -377,7 +377,7 @@ cdef void end_serve(Serve* serve, uint32_t status) noexcept nogil:
     if serve.cache != NULL:
         serve.cache.serves -= 1
         if serve.cache.retiring and serve.cache.serves == 0:
-            pthread_cond_broadcast(&serve.link.core.idle)
+            core_idle(serve.link.core)
         serve.cache = NULL
     serve.link.dirty = True
 

@@ -32,6 +32,7 @@ from ucxkv.core cimport (
     Link,
     RemoteMem,
     Transfer,
+    core_idle,
     core_notify,
     core_timer,
 )
@@ -261,7 +262,7 @@ cdef void leave_link(Transfer* t) noexcept nogil:
     else:
         t.near.pulls -= 1
     if t.near.retiring or t.offer:
-        pthread_cond_broadcast(&t.core.idle)
+        core_idle(t.core)
     if t.offer:
         answer_later(link, t.offer, t.status, t.path, t.spans)
     if t.status == ST_SUCCESS:
