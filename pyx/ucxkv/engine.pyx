@@ -31,6 +31,7 @@ from ucxkv.core cimport (
 from ucxkv.endpoint cimport link_create, link_unref
 from ucxkv.handle cimport handle_create
 from ucxkv.memory import LocalCache as _LocalCache
+from ucxkv.message cimport message_install
 from ucxkv.pthread cimport (
     now_ns,
     pthread_create,
@@ -279,6 +280,7 @@ cdef class NativeEngine:
         memset(&w, 0, sizeof(w))
         worker_open(&w, UCP_FEATURE_AM, settings)
         try:
+            check(message_install(self.core, w.worker), "install message handlers")
             check(stream_install(self.core, w.worker), "install message handlers")
             check(push_install(self.core, w.worker), "install message handlers")
             address = worker_address(&w)

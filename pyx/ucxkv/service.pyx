@@ -26,9 +26,10 @@ from ucxkv.core cimport (
 )
 from ucxkv.endpoint cimport link_unref, plane_fail, plane_step, remotes_forget
 from ucxkv.get cimport get_plane_closed, get_pump, get_trial
+from ucxkv.message cimport message_prove
 from ucxkv.pthread cimport now_ns, timespec, to_timespec
 from ucxkv.push cimport push_link_closed, push_plane_closed, push_pump
-from ucxkv.stream cimport stream_drop_serves, stream_plane_closed, stream_prove, stream_pump
+from ucxkv.stream cimport stream_drop_serves, stream_plane_closed, stream_pump
 from ucxkv.transfer cimport remote_unref, transfer_end
 from ucxkv.ucp cimport (
     UCS_OK,
@@ -144,7 +145,7 @@ cdef void link_step(Link* link, uint64_t now) noexcept nogil:
             link.dirty = True
         return
     if link.connected:
-        stream_prove(link, now)
+        message_prove(link, now)
         get_trial(link, now)
         push_pump(link)
         stream_pump(link)
