@@ -87,7 +87,7 @@ cdef void mark_all(Core* core) noexcept nogil:
 
 
 cdef void message_send(Link* link, unsigned int am, SendOp* op, const void* payload,
-                  uint64_t length) noexcept nogil:
+                       uint64_t length) noexcept nogil:
     """Hand `op`, whose header is filled, to UCX; it comes back through on_sent."""
     cdef ucp_request_param_t param
     cdef void* request
@@ -114,7 +114,7 @@ cdef void message_head(Head* head, const Link* link, uint64_t transfer) noexcept
 
 
 cdef bint message_send_head(Link* link, unsigned int am, uint64_t transfer,
-                       uint32_t status) noexcept nogil:
+                            uint32_t status) noexcept nogil:
     cdef SendOp* op = send_new(link.core)
     cdef Head* head
     if op == NULL:
@@ -128,7 +128,7 @@ cdef bint message_send_head(Link* link, unsigned int am, uint64_t transfer,
 
 
 cdef uint64_t message_send_blocks(Link* link, unsigned int am, SendOp* op, const Geometry* g,
-                             uint64_t position) noexcept nogil:
+                                  uint64_t position) noexcept nogil:
     """Send the next block numbers of a list with `op`; how many, 0 if memory is out."""
     cdef uint64_t count = min(g.n_blocks - position, <uint64_t>REQUEST_BLOCKS)
     # The transfer may end, and free its list, before UCX has sent this.

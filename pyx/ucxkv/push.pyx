@@ -353,6 +353,8 @@ cdef uint32_t take_offer(Link* link, Incoming* incoming) noexcept nogil:
     t.offer = incoming.number
     t.far = remote
     t.near = mem
+    t.word_slot = remote.slot
+    t.word = remote.generation
     t.src_blocks = incoming.src_blocks
     t.dst_blocks = incoming.dst_blocks
     incoming.src_blocks = NULL

@@ -32,6 +32,7 @@ from ucxkv.core cimport (
     RUNNING,
     ST_CACHE_NOT_EXIST,
     ST_FAILED,
+    ST_HOLD_ENDED,
     ST_PARAM_INVALID,
     ST_RETRY,
     ST_SUCCESS,
@@ -50,6 +51,7 @@ from ucxkv.core cimport (
     send_free,
     send_new,
 )
+from ucxkv.hold cimport hold_covers
 from ucxkv.message cimport (
     AM_BLOCKS,
     AM_CANCEL,
@@ -97,6 +99,8 @@ cdef struct Request:
     uint64_t block_len
     uint64_t start
     uint64_t offer              # of ours that this request answers, 0: none
+    uint64_t word               # of the hold that it needs, 0: none
+    uint32_t word_slot
 
 
 cdef struct Blocks:
@@ -135,6 +139,8 @@ cdef bint send_request(Link* link, Transfer* t) noexcept nogil:
     request.block_len = t.src_geo.block_len
     request.start = t.good
     request.offer = t.offer
+    request.word = t.word if t.held else 0
+    request.word_slot = t.word_slot
     op.header_length = sizeof(Request)
     if t.src_geo.blocks == NULL:
         message_send(link, AM_REQUEST, op, NULL, 0)
@@ -159,7 +165,7 @@ cdef void pump_requests(Link* link) noexcept nogil:
     cdef uint32_t left = link.n_transfers, requested = 0
     while left > 0 and requested < MAX_REQUESTS and not link.am.failed:
         left -= 1
-        if t.path == PATH_STREAM and t.state == RUNNING:
+        if t.path == PATH_STREAM and t.state == RUNNING and not t.noticing:
             requested += 1
             if not t.requested and not send_request(link, t):
                 transfer_end(t, ST_FAILED, UCS_OK, b"no memory for the request")
@@ -209,13 +215,15 @@ cdef ucs_status_t on_end(void* arg, const void* header, size_t header_length, vo
     if link == NULL:
         return UCS_OK
     t = transfer_find(link.core, link, head.transfer)
-    if t == NULL or t.path != PATH_STREAM or not t.requested:
+    if t == NULL or t.path != PATH_STREAM or not t.requested or t.noticing:
         return UCS_OK
     t.requested = False
     if head.status == ST_RETRY:
         link.dirty = True
     elif head.status == ST_CACHE_NOT_EXIST:
         transfer_end(t, ST_CACHE_NOT_EXIST, UCS_OK, b"its owner has unregistered it")
+    elif head.status == ST_HOLD_ENDED:
+        transfer_end(t, ST_HOLD_ENDED, UCS_OK, b"its hold has ended")
     elif head.status == ST_PARAM_INVALID:
         transfer_end(t, ST_FAILED, UCS_OK, b"the owner refuses the request as out of range")
     else:
@@ -251,6 +259,8 @@ cdef uint32_t check_request(Core* core, Link* link, const Request* r,
         return ST_PARAM_INVALID
     if r.start > r.tensors * r.n_blocks * r.block_len:
         return ST_PARAM_INVALID
+    if r.word and not hold_covers(core, r.word_slot, r.word, mem):
+        return ST_HOLD_ENDED
     cache[0] = mem
     return ST_SUCCESS
 
@@ -308,6 +318,8 @@ cdef ucs_status_t on_request(void* arg, const void* header, size_t header_length
     if status == ST_SUCCESS:
         mem.serves += 1
         serve.cache = mem
+        serve.word_slot = r.word_slot
+        serve.word = r.word
         serve.geo.addrs = mem.addrs
         serve.geo.first = r.first_tensor
         serve.geo.count = r.tensors
@@ -420,7 +432,8 @@ cdef bint send_chunk(Link* link, Serve* serve) noexcept nogil:
     serve.offset += length
     serve.outstanding += 1
     link.stream_bytes += length
-    link.bytes_served += length
+    link.totals.bytes_served += length
+    link.core.totals.bytes_served += length
     message_send(link, AM_DATA, op, fill, length)
     return True
 
@@ -472,6 +485,8 @@ cdef void pump_serves(Link* link) noexcept nogil:
             if link.am.state != OPEN or link.am.failed:
                 return
             serve = place[0]
+            if serve.word and link.core.words[serve.word_slot] != serve.word:
+                end_serve(serve, ST_HOLD_ENDED)
             if (budget > 0 and not serve.ended and serve.offset < serve.total
                     and link.stream_bytes < STREAM_WINDOW
                     and (serve.blocks == NULL or serve.n_blocks_known == serve.geo.n_blocks)):
