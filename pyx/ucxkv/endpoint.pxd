@@ -11,7 +11,7 @@ cdef class NativeLink:
     cdef Link* link
     cdef int worker
     cdef object _engine         # keeps `core` alive
-    cdef list _plane_transports(self, void* query, Plane* plane)
+    cdef list _lanes(self, Plane* plane)
 
 
 cdef NativeLink link_create(object engine, Core* core, int worker)

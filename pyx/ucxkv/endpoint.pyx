@@ -11,7 +11,6 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
-from posix.dlfcn cimport RTLD_LAZY, dlopen, dlsym
 from posix.unistd cimport getpid
 
 from ucxkv.core cimport (
@@ -33,6 +32,7 @@ from ucxkv.core cimport (
     core_wake,
     random64,
 )
+from ucxkv.lanes cimport MAX_LANES, lanes_query, ucp_transport_entry_t
 from ucxkv.pthread cimport now_ns
 from ucxkv.transfer cimport totals_dict, transfer_end
 from ucxkv.ucp cimport (
@@ -42,7 +42,6 @@ from ucxkv.ucp cimport (
     UCP_EP_PARAM_FIELD_REMOTE_ADDRESS,
     UCP_ERR_HANDLING_MODE_PEER,
     UCP_OP_ATTR_FIELD_FLAGS,
-    UCS_ERR_NO_MEMORY,
     UCS_INPROGRESS,
     UCS_OK,
     UCS_PTR_IS_ERR,
@@ -51,7 +50,6 @@ from ucxkv.ucp cimport (
     ucp_ep_create,
     ucp_ep_h,
     ucp_ep_params_t,
-    ucp_get_version,
     ucp_request_check_status,
     ucp_request_free,
     ucp_request_param_t,
@@ -61,33 +59,9 @@ from ucxkv.ucp cimport (
 )
 
 
-cdef extern from "ucp/api/ucp.h" nogil:
-    enum:
-        UCP_EP_ATTR_FIELD_TRANSPORTS
-
-    ctypedef struct ucp_transport_entry_t:
-        const char* transport_name
-        const char* device_name
-
-    ctypedef struct ucp_transports_t:
-        ucp_transport_entry_t* entries
-        unsigned int num_entries
-        size_t entry_size
-
-    ctypedef struct ucp_ep_attr_t:
-        uint64_t field_mask
-        ucp_transports_t transports
-
-
-ctypedef ucs_status_t (*ep_query_t)(ucp_ep_h, ucp_ep_attr_t*) noexcept nogil
-
-
 cdef enum:
     BACKOFF_FIRST_NS = 1000000
     BACKOFF_MAX_NS = 250000000
-
-
-TRANSPORTS_SINCE = (1, 14)
 
 
 cdef void on_am_error(void* arg, ucp_ep_h ep, ucs_status_t status) noexcept nogil:
@@ -431,41 +405,23 @@ cdef class NativeLink:
 
     @property
     def transports(self):
-        """Names of the UCX transports in use, e.g. ("tcp/lo", "cma/memory")."""
-        cdef unsigned int major, minor, patch
-        ucp_get_version(&major, &minor, &patch)
-        if (major, minor) < TRANSPORTS_SINCE:
-            return ()
-        # Older releases lack the function or this field of it, so it cannot be linked.
-        cdef void* query = dlsym(dlopen(NULL, RTLD_LAZY), "ucp_ep_query")
-        if query == NULL:
-            return ()
+        """Names of the UCX transports in use, e.g. ("tcp/lo", "cma/memory"); () before UCX 1.14."""
         names = []
-        for plane_names in (self._plane_transports(query, &self.link.am),
-                            self._plane_transports(query, &self.link.rma)):
-            names += [name for name in plane_names if name not in names]
+        for name in self._lanes(&self.link.am) + self._lanes(&self.link.rma):
+            if name not in names:
+                names.append(name)
         return tuple(names)
 
-    cdef list _plane_transports(self, void* query, Plane* plane):
-        cdef ucp_ep_attr_t attr
-        cdef ucp_transport_entry_t entries[16]
-        cdef ucs_status_t status = UCS_ERR_NO_MEMORY
-        cdef unsigned int i
-        memset(&attr, 0, sizeof(attr))
-        attr.field_mask = UCP_EP_ATTR_FIELD_TRANSPORTS
-        attr.transports.entries = entries
-        attr.transports.num_entries = 16
-        attr.transports.entry_size = sizeof(ucp_transport_entry_t)
+    cdef list _lanes(self, Plane* plane):
+        cdef ucp_transport_entry_t[MAX_LANES] entries
+        cdef int i, count
         with nogil:
             core_lock(self.core)
-            if plane.state == OPEN:
-                status = (<ep_query_t>query)(plane.ep, &attr)
+            count = lanes_query(plane, entries)
             core_unlock(self.core)
-        if status != UCS_OK:
-            return []
         return [
             f"{entries[i].transport_name.decode()}/{entries[i].device_name.decode()}"
-            for i in range(attr.transports.num_entries)
+            for i in range(count)
         ]
 
 
