@@ -141,7 +141,7 @@ class LinkTable:
             logger.error("the control thread did not end within %g s", timeout)
 
     async def _farewell(self) -> None:
-        self._linking.close()
+        await self._linking.close()
         closings = [
             link.down("the engine was finalized", "the peer's engine was finalized")
             for link in self._linking.everyone()
