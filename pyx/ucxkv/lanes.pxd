@@ -14,4 +14,3 @@ cdef enum:
 
 
 cdef int lanes_query(Plane* plane, ucp_transport_entry_t* entries) noexcept nogil
-cdef bint lanes_emulate(Plane* plane) noexcept nogil

@@ -4,7 +4,7 @@ All functions want the engine's lock to be held.
 """
 
 from libc.stdint cimport uint64_t
-from libc.string cimport memset, strcmp
+from libc.string cimport memset
 from posix.dlfcn cimport RTLD_LAZY, dlopen, dlsym
 
 from ucxkv.core cimport OPEN, Plane
@@ -55,19 +55,3 @@ cdef int lanes_query(Plane* plane, ucp_transport_entry_t* entries) noexcept nogi
     if query(plane.ep, &attr) != UCS_OK:
         return -1
     return <int>attr.transports.num_entries
-
-
-cdef bint lanes_emulate(Plane* plane) noexcept nogil:
-    """Whether GETs over this endpoint can only be emulated: UCX before 1.21 does so unasked.
-
-    Shared memory reads by itself only what UCX has allocated.  TCP is not looked for: it is there
-    only where the emulation was asked for.
-    """
-    cdef ucp_transport_entry_t[MAX_LANES] entries
-    cdef int i, count = lanes_query(plane, entries)
-    for i in range(count):
-        if (strcmp(entries[i].transport_name, "posix") != 0
-                and strcmp(entries[i].transport_name, "sysv") != 0
-                and strcmp(entries[i].transport_name, "self") != 0):
-            return False
-    return count > 0

@@ -85,19 +85,3 @@ def test_both_hold_their_gil(pair: tuple[Peer, Peer], caches: int) -> None:
     assert progress["bytes"] == TENSORS * SHAPE[1]
     asleep.result()
     assert puller.call(actions.wrong_slots, "kv", 7, 0, SHAPE[1]) == []
-
-
-@pytest.mark.parametrize("transports", ["tcp,posix,self", "tcp,sysv,self"])
-def test_emulated_gets_are_not_taken_for_native(transports: str) -> None:
-    """UCX before 1.21 emulates GETs over shared memory unasked, newer ones where told to."""
-    ucx = {"TLS": transports, "PROTO_EMULATION_ENABLE": "y"}
-    with (
-        Peer(1, path="get", options={"path": "auto", "ucx": ucx}, name="owner") as owner,
-        Peer(2, path="get", options={"path": "auto", "ucx": ucx}, listen=False) as puller,
-    ):
-        puller.link(owner)
-        cache_id = owner.call(actions.make_cache, "kv", 2, (1, 4096), seed=1)
-        puller.call(actions.make_cache, "kv", 2, (1, 4096), access="")
-        outcome = puller.call(actions.pull, "kv", 1, cache_id)
-        assert outcome.ok, outcome
-        assert outcome.path == "stream"
