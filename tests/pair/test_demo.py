@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -78,6 +80,13 @@ def demo(folder: Path, *arguments: str, **changes: str) -> subprocess.CompletedP
         timeout=LIMIT,
         check=False,
     )
+
+
+def child_pids(pid: int) -> list[int]:
+    try:
+        return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+    except FileNotFoundError:
+        return []
 
 
 def patched(folder: Path, what: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -210,6 +219,47 @@ def test_ctrl_c_ends_every_process_at_once(tmp_path: Path) -> None:
     assert (process.returncode, out, err) == (130, "", "interrupted\n")
     psutil.wait_procs(children, timeout=5)
     assert not any(child.is_running() for child in children)
+
+
+def test_no_child_hears_ctrl_c_while_it_starts(tmp_path: Path) -> None:
+    """It would end with a traceback of its own; at every moment it blocks or ignores SIGINT."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "ucxkv", "demo", *SMALL],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+    ) as process:
+        seen: set[int] = set()
+        until = time.monotonic() + LIMIT
+        while process.poll() is None and time.monotonic() < until:
+            for pid in child_pids(process.pid):
+                seen.add(pid)
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                    status = Path(f"/proc/{pid}/status").read_text()
+                    deaf = [int(mask, 16) for mask in re.findall(r"Sig(?:Blk|Ign):\t(\w+)", status)]
+                    # Of one that has just ended there is nothing left to read.
+                    assert not deaf or any(mask & 1 << signal.SIGINT - 1 for mask in deaf), status
+            time.sleep(0.002)
+    assert process.returncode == 0
+    # Its three, and the one that keeps the books of multiprocessing.
+    assert len(seen) == 4
+
+
+def test_a_ucx_that_cannot_be_used_is_told_in_a_line(tmp_path: Path) -> None:
+    command = "import sys; from ucxkv_command import main; sys.exit(main())"
+    ran = subprocess.run(
+        [sys.executable, "-c", command, "info"],
+        cwd=tmp_path,
+        env=environment(UCXKV_UCX="/nonexistent"),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.startswith("ucxkv: UCXKV_UCX=/nonexistent, but there is no ")
+    assert narrow(ran.stderr)
+    assert "Traceback" not in ran.stderr
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -158,7 +159,7 @@ class _Crew:
         )
         with theirs, _for_children():
             process.start()
-        self._members[name] = process, ours
+            self._members[name] = process, ours
         self._awaited.add(name)
 
     def results(self) -> dict[str, Any]:
@@ -253,6 +254,8 @@ def _for_children() -> Iterator[None]:
 
     The number of threads decides in which order BLAS adds, and so the last bits of a sum.
     """
+    # Starting it unblocks SIGINT, so that it must not wait for the first child to need it.
+    resource_tracker.ensure_running()
     changed = {} if _threads_set() else dict.fromkeys(_BLAS_THREADS, str(_usual_threads()))
     os.environ.update(changed)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
