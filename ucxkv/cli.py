@@ -174,7 +174,7 @@ def _info(options: argparse.Namespace) -> int:
 
 def _demo(options: argparse.Namespace) -> int:
     from ucxkv.demo.run import DemoError, run
-    from ucxkv.demo.show import Bars
+    from ucxkv.demo.show import progress
 
     forced = os.environ.get("UCXKV_PATH")
     if forced and options.path not in ("auto", forced):
@@ -187,14 +187,14 @@ def _demo(options: argparse.Namespace) -> int:
     except ValueError as error:
         return _fail(str(error), 2)
     try:
-        with contextlib.closing(Bars()) as bars:
+        with contextlib.closing(progress()) as shown:
             outcome = run(
                 config,
                 prompt,
                 tokens=options.tokens,
                 path=options.path,
                 timeout=options.timeout,
-                watcher=bars.update,
+                watcher=shown.update,
             )
     except DemoError as error:
         if error.details:
