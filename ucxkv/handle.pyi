@@ -10,6 +10,7 @@ class TransferHandle:
         remote: RemoteCache,
         local: LocalCache,
         *,
+        push: bool,
         get: bool,
         src_first: int,
         dst_first: int,
@@ -21,22 +22,8 @@ class TransferHandle:
         src_blocks: Any = None,
         dst_blocks: Any = None,
         attended: bool = False,
-    ) -> None: ...
-    def offer(
-        self,
-        link: NativeLink,
-        remote: RemoteCache,
-        local: LocalCache,
-        *,
-        src_first: int,
-        dst_first: int,
-        tensors: int,
-        tensors_per_layer: int,
-        block_len: int,
-        src_block: int = 0,
-        dst_block: int = 0,
-        src_blocks: Any = None,
-        dst_blocks: Any = None,
+        hold: tuple[int, int] | None = None,
+        notice: bytes | None = None,
     ) -> None: ...
     def end(self, status: int, reason: str = "") -> None: ...
     def wait(self, seconds: float | None = None, layer: int = -1, signals: bool = True) -> bool: ...

@@ -37,7 +37,9 @@ class Running:
             silence_ucx()
         incarnation = secrets.randbits(64)
         version = loaded().version
-        self.native = NativeEngine(incarnation, settings.rma_settings(options, version))
+        self.native = NativeEngine(
+            incarnation, settings.rma_settings(options, version), notices=options.notice_queue
+        )
         self.links = LinkTable(
             cluster_id=cluster_id,
             role=role,

@@ -11,6 +11,7 @@ from ucxkv.catalogue import LocalEntry, RemoteEntry
 from ucxkv.engine import monotonic_ns
 from ucxkv.errors import (
     FeatureNotEnabled,
+    HoldEnded,
     KvCacheNotExist,
     LlmError,
     LlmOutOfMemory,
@@ -33,10 +34,19 @@ def common(
     timeout_ms: Any,
     *,
     push: bool = False,
+    notice: Any = None,
+    hold: Any = None,
 ) -> geometry.Common:
     """The arguments that all transfers have, with the engine's default deadline."""
     return geometry.Common(
-        index, cache, ext_param, timeout_ms, running.options.sync_cache_wait_time_ms, push
+        index,
+        cache,
+        ext_param,
+        timeout_ms,
+        running.options.sync_cache_wait_time_ms,
+        push,
+        notice,
+        hold,
     )
 
 
@@ -122,6 +132,11 @@ def _decide(
         return plan, False
     if not near.native.writable:
         raise ParamInvalid(f"the tensors of cache {near.cache_id} are read-only")
+    if call.hold is not None and call.hold.generation != far.generation:
+        raise HoldEnded(
+            f"the hold is none of cache {far.cache_id} of cluster {call.cluster_id}"
+            f" ({link.address}), or of an earlier registration"
+        )
     if path == "get" and not link.native.get:
         raise FeatureNotEnabled(
             f"path 'get' is forced, but one-sided reads do not reach cluster {call.cluster_id}"
@@ -154,12 +169,17 @@ def _submit(
         "src_blocks": call.src_blocks,
         "dst_blocks": call.dst_blocks,
     }
-    if call.push:
-        transfer._handle.offer(link.native, far.native, near.native, **spans)
-    else:
-        transfer._handle.submit(
-            link.native, far.native, near.native, get=get, attended=attended, **spans
-        )
+    transfer._handle.submit(
+        link.native,
+        far.native,
+        near.native,
+        push=call.push,
+        get=get,
+        attended=attended,
+        hold=None if call.hold is None else (call.hold.slot, call.hold.word),
+        notice=call.notice,
+        **spans,
+    )
 
 
 def _start_later(

@@ -34,7 +34,7 @@ from ucxkv.core cimport (
     random64,
 )
 from ucxkv.pthread cimport now_ns
-from ucxkv.transfer cimport transfer_end
+from ucxkv.transfer cimport totals_dict, transfer_end
 from ucxkv.ucp cimport (
     UCP_EP_CLOSE_FLAG_FORCE,
     UCP_EP_PARAM_FIELD_ERR_HANDLER,
@@ -310,7 +310,7 @@ cdef class NativeLink:
 
     def connect(self, *, uint32_t peer_slot, uint64_t peer_token, bytes am_address not None,
                 bytes rma_address not None, uint64_t words_address, bytes words_rkey not None,
-                uint64_t word0):
+                uint64_t word0, uint64_t cluster_id=0):
         """Create the endpoints and begin to prove them; `ready` becomes True when that is over.
 
         The arguments are what the peer told of itself over the control connection.
@@ -336,6 +336,7 @@ cdef class NativeLink:
                 link.words_rkey_packed = rkey
                 link.words_address = words_address
                 link.word0 = word0
+                link.cluster_id = cluster_id
                 link.connected = True
                 link.am.wanted = True
                 link.ping_due = True
@@ -421,17 +422,12 @@ cdef class NativeLink:
         """The endpoints are gone and nothing of this link is in flight."""
         return bool(self.link.closed)
 
-    @property
-    def counters(self):
-        """Totals: bytes pulled by GET and by stream, bytes served, endpoint repairs, drops."""
-        return {
-            "bytes_get": self.link.bytes_get,
-            "bytes_stream": self.link.bytes_stream,
-            "bytes_served": self.link.bytes_served,
-            "bytes_pushed": self.link.bytes_pushed,
-            "repairs": self.link.repairs,
-            "dropped": self.link.dropped,
-        }
+    def totals(self):
+        """Counters over the link's ended transfers, as NativeEngine.totals; repairs and drops."""
+        cdef dict counted = totals_dict(&self.link.totals)
+        counted["repairs"] = self.link.repairs
+        counted["dropped"] = self.link.dropped
+        return counted
 
     @property
     def transports(self):

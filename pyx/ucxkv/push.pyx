@@ -45,23 +45,24 @@ from ucxkv.core cimport (
     core_timer,
     send_new,
 )
-from ucxkv.pthread cimport now_ns
-from ucxkv.spans cimport Geometry, cursor_seek, geometry_bytes
-from ucxkv.stream cimport (
+from ucxkv.message cimport (
     AM_ANSWER,
     AM_BARRIER,
     AM_ECHO,
     AM_OFFER,
     AM_OFFER_BLOCKS,
-    MAX_BLOCKS,
+    Handler,
     Head,
-    am_addressed,
-    am_head,
-    am_install,
-    am_send,
-    am_send_blocks,
-    am_send_head,
+    message_handlers,
+    message_head,
+    message_link,
+    message_send,
+    message_send_blocks,
+    message_send_head,
 )
+from ucxkv.pthread cimport now_ns
+from ucxkv.spans cimport Geometry, cursor_seek, geometry_bytes
+from ucxkv.stream cimport MAX_BLOCKS
 from ucxkv.transfer cimport (
     answer_later,
     remote_unref,
@@ -113,11 +114,11 @@ cdef bint offer_list(Link* link, Transfer* t, const Geometry* g, uint32_t which)
         if op == NULL:
             return False
         message = <BlocksMessage*>op.header
-        am_head(&message.head, link, transfer_number(t))
+        message_head(&message.head, link, transfer_number(t))
         message.head.status = which
         message.position = done
         op.header_length = sizeof(BlocksMessage)
-        count = am_send_blocks(link, AM_OFFER_BLOCKS, op, g, done)
+        count = message_send_blocks(link, AM_OFFER_BLOCKS, op, g, done)
         if count == 0:
             return False
         done += count
@@ -133,7 +134,7 @@ cdef bint send_offer(Link* link, Transfer* t, uint64_t now) noexcept nogil:
     transfer_renumber(t)
     t.requested = True
     message = <OfferMessage*>op.header
-    am_head(&message.head, link, transfer_number(t))
+    message_head(&message.head, link, transfer_number(t))
     offer = &message.offer
     offer.src_cache_id = t.near.cache_id
     offer.src_generation = t.near.generation
@@ -154,7 +155,7 @@ cdef bint send_offer(Link* link, Transfer* t, uint64_t now) noexcept nogil:
     offer.n_blocks = t.dst_geo.n_blocks
     offer.budget = t.deadline - now if t.deadline > now else 1
     op.header_length = sizeof(OfferMessage)
-    am_send(link, AM_OFFER, op, NULL, 0)
+    message_send(link, AM_OFFER, op, NULL, 0)
     if t.src_geo.blocks != NULL and not offer_list(link, t, &t.src_geo, SRC_LIST):
         return False
     return t.dst_geo.blocks == NULL or offer_list(link, t, &t.dst_geo, DST_LIST)
@@ -183,7 +184,7 @@ cdef ucs_status_t on_answer(void* arg, const void* header, size_t header_length,
                             size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
     cdef const AnswerMessage* message = <const AnswerMessage*>header
     cdef const Head* head = &message.head
-    cdef Link* link = am_addressed(<Core*>arg, head, header_length, sizeof(AnswerMessage), param)
+    cdef Link* link = message_link(<Core*>arg, head, header_length, sizeof(AnswerMessage), param)
     cdef Transfer* t
     if link == NULL:
         return UCS_OK
@@ -214,7 +215,7 @@ cdef ucs_status_t on_answer(void* arg, const void* header, size_t header_length,
 cdef ucs_status_t on_barrier(void* arg, const void* header, size_t header_length, void* data,
                              size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
     cdef const BarrierMessage* message = <const BarrierMessage*>header
-    cdef Link* link = am_addressed(<Core*>arg, &message.head, header_length,
+    cdef Link* link = message_link(<Core*>arg, &message.head, header_length,
                                    sizeof(BarrierMessage), param)
     cdef Transfer* t
     cdef uint32_t left
@@ -230,7 +231,7 @@ cdef ucs_status_t on_barrier(void* arg, const void* header, size_t header_length
         t = t.link_next
     # If it cannot be sent, the peer sends its barrier again over its next endpoint.
     if link.am.state == OPEN and not link.am.failed:
-        am_send_head(link, AM_ECHO, message.head.transfer, 0)
+        message_send_head(link, AM_ECHO, message.head.transfer, 0)
     return UCS_OK
 
 
@@ -352,6 +353,8 @@ cdef uint32_t take_offer(Link* link, Incoming* incoming) noexcept nogil:
     t.offer = incoming.number
     t.far = remote
     t.near = mem
+    t.word_slot = remote.slot
+    t.word = remote.generation
     t.src_blocks = incoming.src_blocks
     t.dst_blocks = incoming.dst_blocks
     incoming.src_blocks = NULL
@@ -443,7 +446,7 @@ cdef ucs_status_t on_offer(void* arg, const void* header, size_t header_length, 
                            size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
     cdef const OfferMessage* message = <const OfferMessage*>header
     cdef Core* core = <Core*>arg
-    cdef Link* link = am_addressed(core, &message.head, header_length, sizeof(OfferMessage), param)
+    cdef Link* link = message_link(core, &message.head, header_length, sizeof(OfferMessage), param)
     cdef Incoming* incoming
     cdef Incoming** tail
     cdef CacheMem* mem = NULL
@@ -486,7 +489,7 @@ cdef ucs_status_t on_offer_blocks(void* arg, const void* header, size_t header_l
                                   size_t length,
                                   const ucp_am_recv_param_t* param) noexcept nogil:
     cdef const BlocksMessage* message = <const BlocksMessage*>header
-    cdef Link* link = am_addressed(<Core*>arg, &message.head, header_length,
+    cdef Link* link = message_link(<Core*>arg, &message.head, header_length,
                                    sizeof(BlocksMessage), param)
     cdef Incoming* incoming
     cdef uint32_t* list
@@ -519,7 +522,7 @@ cdef ucs_status_t on_offer_blocks(void* arg, const void* header, size_t header_l
 cdef ucs_status_t on_echo(void* arg, const void* header, size_t header_length, void* data,
                           size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
     cdef const Head* head = <const Head*>header
-    cdef Link* link = am_addressed(<Core*>arg, head, header_length, sizeof(Head), param)
+    cdef Link* link = message_link(<Core*>arg, head, header_length, sizeof(Head), param)
     cdef Quiet** place
     cdef Quiet* quiet
     if link == NULL:
@@ -552,11 +555,11 @@ cdef void pump_barriers(Link* link) noexcept nogil:
             link.barrier_due = True
             return
         message = <BarrierMessage*>op.header
-        am_head(&message.head, link, quiet.barrier)
+        message_head(&message.head, link, quiet.barrier)
         message.slot = quiet.slot
         message.generation = quiet.generation
         op.header_length = sizeof(BarrierMessage)
-        am_send(link, AM_BARRIER, op, NULL, 0)
+        message_send(link, AM_BARRIER, op, NULL, 0)
         quiet = quiet.next
 
 
@@ -570,10 +573,10 @@ cdef void pump_answers(Link* link) noexcept nogil:
         link.n_answers -= 1
         message = <AnswerMessage*>op.header
         message.answer = link.answers[link.n_answers]
-        am_head(&message.head, link, message.answer.number)
+        message_head(&message.head, link, message.answer.number)
         message.head.status = message.answer.status
         op.header_length = sizeof(AnswerMessage)
-        am_send(link, AM_ANSWER, op, NULL, 0)
+        message_send(link, AM_ANSWER, op, NULL, 0)
 
 
 # --- the plane -----------------------------------------------------------------------------------
@@ -610,13 +613,10 @@ cdef void push_link_closed(Link* link) noexcept nogil:
 
 
 cdef ucs_status_t push_install(Core* core, ucp_worker_h worker) noexcept nogil:
-    cdef ucs_status_t status = am_install(core, worker, AM_OFFER, on_offer)
-    if status == UCS_OK:
-        status = am_install(core, worker, AM_OFFER_BLOCKS, on_offer_blocks)
-    if status == UCS_OK:
-        status = am_install(core, worker, AM_ANSWER, on_answer)
-    if status == UCS_OK:
-        status = am_install(core, worker, AM_BARRIER, on_barrier)
-    if status == UCS_OK:
-        status = am_install(core, worker, AM_ECHO, on_echo)
-    return status
+    cdef Handler[5] handlers
+    handlers[0] = Handler(AM_OFFER, on_offer)
+    handlers[1] = Handler(AM_OFFER_BLOCKS, on_offer_blocks)
+    handlers[2] = Handler(AM_ANSWER, on_answer)
+    handlers[3] = Handler(AM_BARRIER, on_barrier)
+    handlers[4] = Handler(AM_ECHO, on_echo)
+    return message_handlers(core, worker, handlers, 5)
