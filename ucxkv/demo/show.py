@@ -15,6 +15,7 @@ from ucxkv.demo.run import Outcome, gigabytes_per_second
 COLUMNS = 80
 _LABEL = 13
 _PATIENCE = 1.0
+_SHOWN_BLOCKS = 8
 _WHAT = {
     ("prefill", "weights"): "prefill: making weights",
     ("prefill", "prefill"): "prefill: computing the prompt",
@@ -118,10 +119,11 @@ def lines(outcome: Outcome) -> list[str]:
         ("Prefill", prefilled),
         ("Decode", f"process {decoded.pid} linked to it in {_seconds(decoded.link_seconds)}"),
         ("", ""),
-        ("Moved", f"{report.bytes:,} bytes in {report.spans:,} {_plural('span', report.spans)}"),
+        ("Moved", _moved(outcome)),
         ("Path", f"{report.path}, on a link with {', '.join(decoded.transports) or 'no name'}"),
         ("Speed", f"{gigabytes_per_second(decoded):.2f} GB/s ({_seconds(report.seconds)})"),
         ("Layer 0", started),
+        *_paged(outcome),
         ("", ""),
         ("First token", f"{_seconds(pulled)} by pulling the prompt's cache"),
         ("", f"{again}: {_times(recomputed, pulled)}"),
@@ -134,6 +136,31 @@ def lines(outcome: Outcome) -> list[str]:
 
 _RIGHT = "the bytes pulled are the prefill process's"
 _WRONG = "WRONG: the bytes pulled are not the prefill process's"
+
+
+def _moved(outcome: Outcome) -> str:
+    report, blocks = outcome.decoded.report, len(outcome.decoded.blocks)
+    moved = f"{report.bytes:,} bytes in {report.spans:,} {_plural('span', report.spans)}"
+    if not blocks:
+        return moved
+    return f"{blocks:,} {_plural('block', blocks)} of {outcome.job.block_tokens:,} tokens: {moved}"
+
+
+def _paged(outcome: Outcome) -> list[tuple[str, str]]:
+    held = outcome.prefilled.held
+    if held is None:
+        return []
+    ended = f"ended by the notice {held.notice!r} after {_seconds(held.seconds)}"
+    return [
+        ("Blocks", f"{_few(held.blocks)} of prefill"),
+        ("", f"to {_few(outcome.decoded.blocks)} of decode"),
+        ("Hold", f"{ended}; prefill has written over its blocks since"),
+    ]
+
+
+def _few(blocks: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, blocks[:_SHOWN_BLOCKS]))
+    return shown if len(blocks) <= _SHOWN_BLOCKS else f"{shown}, ..."
 
 
 def _verdict(outcome: Outcome) -> str:
