@@ -20,6 +20,7 @@ from ucxkv.errors import (  # noqa: E402
     Status,
     UnlinkFailed,
 )
+from ucxkv.layered import LayeredPush, LayerReady  # noqa: E402
 from ucxkv.options import Options  # noqa: E402
 from ucxkv.transfers import Transfer  # noqa: E402
 from ucxkv.types import (  # noqa: E402
@@ -52,6 +53,8 @@ __all__ = [
     "IpInfo",
     "KvCacheExtParam",
     "KvCacheNotExist",
+    "LayerReady",
+    "LayeredPush",
     "LinkFailed",
     "LinkInfo",
     "LinkResult",

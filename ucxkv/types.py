@@ -178,6 +178,9 @@ class EngineStats:
     `failures` counts those that did not succeed, by Status.  `latency` has quantiles of the time
     from call to end of those that did, in seconds (within 7 %).  `dropped` counts data-plane
     messages that named no link of this engine.
+
+    Each layer of a push begun with `layer_ready` counts as a transfer of its own, from the call to
+    the layer's end; when such a push fails, each layer that had not landed is a failure.
     """
 
     transfers: int
