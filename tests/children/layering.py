@@ -72,15 +72,18 @@ class Flag:
 class Asked:
     """A function that says which layers are ready, counts how often, and may raise."""
 
-    def __init__(self, layers: int, raises_at: int = -1) -> None:
+    def __init__(
+        self, layers: int, raises_at: int = -1, error: BaseException | None = None
+    ) -> None:
         self.over = [False] * layers
         self.raises_at = raises_at
+        self.error = error
         self.count = 0
 
     def __call__(self, layer: int) -> bool:
         self.count += 1
-        if layer == self.raises_at and self.over[layer]:
-            raise ZeroDivisionError("this layer could not be computed")
+        if layer == self.raises_at and self.over[layer] and self.error is not None:
+            raise self.error
         return self.over[layer]
 
 
@@ -132,11 +135,29 @@ def begin(
     ctx.values[f"{key} say"] = say
 
 
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+ERRORS: dict[str, type[BaseException]] = {
+    one.__name__: one for one in (ZeroDivisionError, SystemExit, Unprintable)
+}
+
+
 def begin_raising(
-    ctx: Context, key: str, layers: int, at: int, name: str, cluster_id: int, cache_id: int
+    ctx: Context,
+    key: str,
+    layers: int,
+    at: int,
+    error: str,
+    name: str,
+    cluster_id: int,
+    cache_id: int,
 ) -> None:
+    """Start a push whose function raises when layer `at` is ready."""
     args, kwargs = pushing.push_arguments(ctx, name, cluster_id, cache_id, timeout_ms=10000)
-    asked = Asked(layers, at)
+    asked = Asked(layers, at, ERRORS[error]("this layer could not be computed"))
     ctx.values[f"{key} asked"] = asked
     ctx.values[f"{key} say"] = lambda layer: asked.over.__setitem__(layer, True)
     ctx.values[key] = ctx.engine.push_kv_cache_async(*args, layer_ready=asked, **kwargs)
@@ -319,6 +340,28 @@ def finalize_from_feeder(ctx: Context, name: str, cluster_id: int, cache_id: int
     while feeders(ctx) and time.monotonic() < end:
         time.sleep(0.01)
     return {"took": took, "feeders": feeders(ctx), "outcome": outcome}
+
+
+def finalize_beside_a_blocked_function(
+    ctx: Context, name: str, cluster_id: int, cache_id: int, seconds: float
+) -> dict[str, Any]:
+    """The function that is asked does not return for some seconds."""
+    args, kwargs = pushing.push_arguments(ctx, name, cluster_id, cache_id, timeout_ms=20000)
+    asked = threading.Event()
+
+    def ask(layer: int) -> bool:
+        asked.set()
+        time.sleep(seconds)
+        return True
+
+    transfer = ctx.engine.push_kv_cache_async(*args, layer_ready=ask, **kwargs)
+    asked.wait(5)
+    took = actions.finalize(ctx)
+    outcome = actions.attempt(lambda: transfer.result(0))
+    end = time.monotonic() + 2 * seconds
+    while feeders(ctx) and time.monotonic() < end:
+        time.sleep(0.01)
+    return {"took": took, "outcome": outcome, "feeders": feeders(ctx)}
 
 
 def drop_engine_amid(ctx: Context, path: str) -> dict[str, Any]:

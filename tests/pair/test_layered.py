@@ -227,6 +227,25 @@ def test_blocks(pair: tuple[Peer, Peer], way: str, continuous: bool) -> None:
         peer.call(actions.drop_cache, "paged")
 
 
+def test_several_at_once(pair: tuple[Peer, Peer], target: int) -> None:
+    """Pushes of different ways and slots, whose layers become ready in turns."""
+    receiver, sender = pair
+    ways = ("asked", "events", "told")
+    for slot, way in enumerate(ways):
+        slots = {"src_slot": slot, "dst_slot": slot}
+        sender.call(layering.begin, way, way, LAYERS, "from", 1, target, timeout_ms=20000, **slots)
+    turns = [(way, layer) for way in ways for layer in range(LAYERS)]
+    random.Random(5).shuffle(turns)
+    landed: list[Piece] = []
+    for way, layer in turns:
+        assert sender.call(layering.land, way, layer).ok
+        slot = ways.index(way)
+        landed += layer_pieces([layer], src_slot=slot, dst_slot=slot)
+        assert receiver.call(layering.difference, "into", landed, SEED) == ""
+    for way in ways:
+        assert sender.call(layering.finish, way, 1).ok
+
+
 # Checks
 
 
@@ -343,16 +362,17 @@ def test_deadline_while_the_gil_is_held(pair: tuple[Peer, Peer], target: int) ->
     check_half(pair, outcome, [0], "LlmTimeout")
 
 
-def test_a_function_that_raises(pair: tuple[Peer, Peer], target: int) -> None:
+@pytest.mark.parametrize("error", sorted(layering.ERRORS))
+def test_a_function_that_raises(pair: tuple[Peer, Peer], target: int, error: str) -> None:
     _, sender = pair
-    sender.call(layering.begin_raising, "push", LAYERS, 2, "from", 1, target)
+    sender.call(layering.begin_raising, "push", LAYERS, 2, error, "from", 1, target)
     for layer in (0, 1, 5):
         assert sender.call(layering.land, "push", layer).ok
     assert sender.call(layering.land, "push", 2).kind == "LlmError"
     outcome = sender.call(layering.finish, "push", 1)
     assert outcome.kind == "LlmError", outcome
-    assert outcome.extra["cause"] == ["ZeroDivisionError"]
-    assert "ZeroDivisionError" in outcome.message
+    assert outcome.extra["cause"] == [error]
+    assert error in outcome.message
     asked = sender.call(layering.times_asked, "push")
     check_half(pair, outcome, [0, 1, 5], "LlmError")
     assert sender.call(layering.times_asked, "push") == asked, "it is still being asked"
@@ -529,6 +549,22 @@ def test_finalize_by_the_function_that_is_asked(path: str) -> None:
         assert found["took"][0] < 5
         assert found["feeders"] == []
         assert found["outcome"].kind in ("LlmError", "NotYetLink"), found
+
+
+def test_finalize_beside_a_function_that_does_not_return(path: str) -> None:
+    with (
+        Peer(51, path=path, name="receiver") as receiver,
+        Peer(52, path=path, name="sender", listen=False) as sender,
+    ):
+        sender.link(receiver)
+        target = receiver.call(actions.make_cache, "into", 8, (1, 5000), access="rw")
+        receiver.call(actions.paint, "into", BLANK)
+        sender.call(actions.make_cache, "from", 8, (1, 5000), seed=SEED)
+        found = sender.call(layering.finalize_beside_a_blocked_function, "from", 51, target, 3.0)
+        assert found["took"] < 5
+        assert found["outcome"].kind in ("LlmError", "NotYetLink"), found
+        assert found["feeders"] == [], "it has not ended after its function has returned"
+        assert receiver.call(layering.difference, "into", [], SEED) == ""
 
 
 def test_a_push_does_not_keep_its_engine(path: str) -> None:
