@@ -424,7 +424,7 @@ def test_unregister(pair: tuple[Peer, Peer], what: str, way: str) -> None:
     peer, name, other = (
         (sender, "lived", receiver) if what == "source" else (receiver, "short", sender)
     )
-    assert peer.call(actions.drop_cache, name, 1000) < 0.5
+    assert peer.call(actions.drop_cache, name, 200) < 0.5
     outcome = sender.call(layering.finish, "push", 5)
     assert outcome.kind == "KvCacheNotExist", outcome
     assert outcome.extra["results"].count(10_000) == 1
