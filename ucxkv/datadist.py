@@ -21,6 +21,7 @@ from ucxkv.clusters import cluster_number, clusters_of
 from ucxkv.engine import monotonic_ns
 from ucxkv.errors import KvCacheNotExist, LlmError, LlmOutOfMemory, ParamInvalid
 from ucxkv.holds import Hold
+from ucxkv.layered import LayerReady, ready_by
 from ucxkv.notices import Notices
 from ucxkv.options import Options
 from ucxkv.running import Running
@@ -539,11 +540,36 @@ class LlmDataDist:
         ext_param: KvCacheExtParam = KvCacheExtParam(),
         *,
         timeout_ms: float | None = None,
+        layer_ready: LayerReady | None = None,
     ) -> Transfer:
-        """Like `push_kv_cache`, but returns the running Transfer, whose layers land all at once."""
+        """Like `push_kv_cache`, but returns the running Transfer, whose layers land all at once.
+
+        With `layer_ready` it is a `LayeredPush`: each layer, counted from 0 within the pushed
+        range, is sent as soon as it is ready, in whatever order that happens.  `layer_ready` is
+
+        - True: the application calls `transfer.layer_ready(i)`;
+        - a sequence of events, one per layer, with `is_set()` (of threading, multiprocessing or
+          asyncio) or `query()` (torch.cuda.Event);
+        - a function: layer `i` is ready once `layer_ready(i)` is true.
+
+        Events and functions are asked every 0.2 to 2 ms, for each layer that is not ready, by a
+        thread of the engine that all its pushes share: they must return at once.  If one raises,
+        the layers that have not landed fail with LlmError, whose cause it is.
+
+        The checks are made once, `timeout_ms` is the deadline of the whole: at it the layers that
+        have not landed fail with LlmTimeout, those that have keep their result
+        (`LayeredPush.layer_results`).  So they do when the source is unregistered or the link ends
+        first, neither of which waits for a layer that is not ready.  Each layer is an offer of its
+        own: `quiesce` at the receiver fences what was offered before it, and not what becomes
+        ready later; the sender has to be told to `cancel`.
+
+        Raises also TypeError if `layer_ready` is none of these, and, as the last check,
+        ParamInvalid for a number of events that is not that of the layers.
+        """
         engine = self._engine()
+        ready = ready_by(layer_ready)
         given = common(engine, dst_cache_index, src_cache, ext_param, timeout_ms, push=True)
-        return run_async(engine, geometry.check_slots(given, src_batch_index, size))
+        return run_async(engine, geometry.check_slots(given, src_batch_index, size), ready)
 
     def push_kv_blocks(
         self,
@@ -573,11 +599,16 @@ class LlmDataDist:
         ext_param: KvCacheExtParam = KvCacheExtParam(),
         *,
         timeout_ms: float | None = None,
+        layer_ready: LayerReady | None = None,
     ) -> Transfer:
-        """Like `push_kv_blocks`, but returns the running Transfer."""
+        """Like `push_kv_blocks`, but returns the running Transfer.
+
+        `layer_ready` is as for `push_kv_cache_async`.
+        """
         engine = self._engine()
+        ready = ready_by(layer_ready)
         given = common(engine, dst_cache_index, src_cache, ext_param, timeout_ms, push=True)
-        return run_async(engine, geometry.check_blocks(given, src_blocks, dst_blocks))
+        return run_async(engine, geometry.check_blocks(given, src_blocks, dst_blocks), ready)
 
     def quiesce(
         self,

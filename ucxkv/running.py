@@ -11,6 +11,7 @@ from ucxkv._load import loaded
 from ucxkv.catalogue import LocalCatalogue
 from ucxkv.engine import NativeEngine, silence_ucx
 from ucxkv.errors import LlmError
+from ucxkv.feeder import Feeder
 from ucxkv.options import Options
 from ucxkv.table import LinkTable
 from ucxkv.types import LlmRole
@@ -48,6 +49,7 @@ class Running:
             native=self.native,
             catalogue=self.catalogue,
         )
+        self.feeder = Feeder(f"ucxkv-{cluster_id}-feeder")
         _open.add(self)
         try:
             self.links.start()
@@ -60,6 +62,7 @@ class Running:
         """Close it all, in order; does nothing in a forked child."""
         if os.getpid() != self.pid:
             return
+        self.feeder.stop(STOP_SECONDS)
         self.links.stop(STOP_SECONDS)
         for entry in self.catalogue.snapshot():
             entry.native.begin_retire()

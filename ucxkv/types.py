@@ -163,6 +163,9 @@ class TransferStats:
     quantiles ("p50", "p90", "p99") of the time from call to end in seconds, within 7 %.
     `bytes_served` were streamed to peers that pulled from here; what they read by path "get"
     nobody here can count.
+
+    Each layer of a push begun with `layer_ready` counts as a transfer of its own, from the call to
+    the layer's end; when such a push fails, each layer that had not landed is a failure.
     """
 
     transfers: int = 0
