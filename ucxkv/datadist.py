@@ -558,10 +558,9 @@ class LlmDataDist:
 
         The checks are made once, `timeout_ms` is the deadline of the whole: at it the layers that
         have not landed fail with LlmTimeout, those that have keep their result
-        (`LayeredPush.layer_results`).  So they do when the source is unregistered or the link ends
-        first, neither of which waits for a layer that is not ready.  Each layer is an offer of its
-        own: `quiesce` at the receiver fences what was offered before it, and not what becomes
-        ready later; the sender has to be told to `cancel`.
+        (`LayeredPush.layer_results`).  A layer that is not ready counts as running: unregistering
+        the source and unlinking wait for it within their timeouts, and `quiesce` of its destination
+        ends it.
 
         Raises also TypeError if `layer_ready` is none of these, and, as the last check,
         ParamInvalid for a number of events that is not that of the layers.

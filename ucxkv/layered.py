@@ -10,7 +10,7 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 
 from ucxkv.errors import LlmError, ParamInvalid, Status
 from ucxkv.feeder import SHORTEST_SECONDS
@@ -19,7 +19,7 @@ from ucxkv.types import TransferReport
 
 if TYPE_CHECKING:
     from ucxkv import geometry
-    from ucxkv.catalogue import LocalCatalogue, LocalEntry, RemoteEntry
+    from ucxkv.catalogue import LocalEntry, RemoteEntry
     from ucxkv.handle import TransferHandle
     from ucxkv.links import Link
 
@@ -137,20 +137,10 @@ class _Layer(Transfer):
 
     def _explain(self) -> tuple[Status, str]:
         handle, link = self._handle, self._link
-        # What was offered has a size, or has landed at once.
-        if handle.status == Status.TIMEOUT and not handle.total and link is not None:
+        if handle.status == Status.TIMEOUT and handle.withheld and link is not None:
             late = f"it was not ready within {self._timeout_ms:g} ms"
             return Status.TIMEOUT, f"{self._what} ({link.address}): {late}"
         return super()._explain()
-
-
-class _Route(NamedTuple):
-    """Where the layers go, once that has been checked."""
-
-    link: Link
-    far: RemoteEntry
-    near: LocalEntry
-    given: dict[str, Any]
 
 
 class LayeredPush(Transfer):
@@ -169,7 +159,6 @@ class LayeredPush(Transfer):
         what: str,
         timeout_ms: float,
         ready: Ready,
-        catalogue: LocalCatalogue,
     ) -> None:
         self._layers: list[_Layer] = []
         try:
@@ -181,9 +170,9 @@ class LayeredPush(Transfer):
             raise
         super().__init__(self._layers[-1]._handle, what, timeout_ms)
         self._how: Ready | None = ready
-        self._catalogue = catalogue
         self._ready = bytearray(layers)
-        self._route: _Route | None = None
+        # The peer's cache, once all has been checked and the layers are on their link.
+        self._far: RemoteEntry | None = None
 
     # -- the engine's side ------------------------------------------------------------------------
 
@@ -194,25 +183,22 @@ class LayeredPush(Transfer):
     def _begin(self, link: Link, far: RemoteEntry, near: LocalEntry, given: dict[str, Any]) -> None:
         if self._how is not None:
             self._how.check(len(self._layers))
-        # In this order: layers that are told to be ready from now on are offered by the teller.
-        self._route = _Route(link, far, near, given)
-        for layer, ready in enumerate(self._ready):
+        n = given["tensors_per_layer"]
+        for number, layer in enumerate(self._layers):
+            begin = number * n
+            own = {
+                **given,
+                "src_first": given["src_first"] + begin,
+                "dst_first": given["dst_first"] + begin,
+                "tensors": min(n, given["tensors"] - begin),
+                "withheld": True,
+            }
+            layer._begin(link, far, near, own)
+        # In this order: layers that are told to be ready from now on are released by the teller.
+        self._far = far
+        for layer, ready in zip(self._layers, self._ready, strict=True):
             if ready:
-                self._offer_layer(layer)
-
-    def _offer_layer(self, layer: int) -> None:
-        route = self._route
-        if route is None:
-            return
-        n = route.given["tensors_per_layer"]
-        begin = layer * n
-        given = {
-            **route.given,
-            "src_first": route.given["src_first"] + begin,
-            "dst_first": route.given["dst_first"] + begin,
-            "tensors": min(n, route.given["tensors"] - begin),
-        }
-        self._layers[layer]._begin(route.link, route.far, route.near, given)
+                layer._handle.release()
 
     def _end(self, status: Status, reason: str) -> None:
         for layer in self._layers:
@@ -244,7 +230,7 @@ class LayeredPush(Transfer):
             self._spread_failure()
         if self.done():
             # What it was given may be large, and is the application's.
-            self._how = self._route = None
+            self._how = None
             return None
         if moved:
             return SHORTEST_SECONDS
@@ -254,7 +240,7 @@ class LayeredPush(Transfer):
     def _ask_layers(self) -> bool:
         moved = False
         ask = self._how.ask if self._how is not None else None
-        if ask is None or self._route is None:
+        if ask is None or self._far is None:
             return False
         for number, layer in enumerate(self._layers):
             if not self._ready[number] and not layer.done() and ask(number):
@@ -263,24 +249,13 @@ class LayeredPush(Transfer):
         return moved
 
     def _spread_failure(self) -> None:
-        """No transfer of a layer that is not ready is on the link, so nobody else ends it."""
         if any(layer.failed for layer in self._layers):
             self._end(Status.FAILED, _GIVEN_UP)
-        route = self._route
-        if route is None:
-            return
-        if route.link.state == "down":
-            self._end(Status.NOT_YET_LINK, route.link.error)
-        elif self._catalogue.get(route.near.cache_id) is not route.near:
-            self._end_withheld("the source was unregistered")
-        elif route.far.native.retired:
-            self._end_withheld("its owner has unregistered it")
-
-    def _end_withheld(self, reason: str) -> None:
-        """What is on its way may still arrive in time."""
-        for number, layer in enumerate(self._layers):
-            if not self._ready[number]:
-                layer._end(Status.KV_CACHE_NOT_EXIST, reason)
+        elif self._far is not None and self._far.native.retired:
+            # What is on its way may still arrive in time.
+            for layer in self._layers:
+                if layer._handle.withheld:
+                    layer._end(Status.KV_CACHE_NOT_EXIST, "its owner has unregistered it")
 
     # -- the user's side --------------------------------------------------------------------------
 
@@ -293,7 +268,8 @@ class LayeredPush(Transfer):
         """
         number = self._index(i)
         self._ready[number] = True
-        self._offer_layer(number)
+        if self._far is not None:
+            self._layers[number]._handle.release()
 
     def layer_results(self) -> list[TransferReport | LlmError | None]:
         """For each layer its report once it has landed, its error if it failed, before that None.

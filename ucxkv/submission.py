@@ -99,7 +99,7 @@ def _prepare(
         if ready is None:
             return Transfer(_new(running, deadline, attended), what, call.timeout_ms)
         new_handle = partial(_new, running, deadline, False)
-        return LayeredPush(new_handle, layers, what, call.timeout_ms, ready, running.catalogue)
+        return LayeredPush(new_handle, layers, what, call.timeout_ms, ready)
 
     link = running.links.lookup(call.cluster_id)
     far = link.remote.get(call.far_cache_id) if link is not None and link.up else None

@@ -154,6 +154,7 @@ cdef struct Transfer:
     uint64_t fence_by
     uint64_t offer              # of a pull that answers a peer's offer: the peer's number for it
     Path taken                  # of a push: the path on which the peer pulled it
+    bint withheld               # a push that is not to be offered yet
     bint stale                  # of a push: not to be offered again, its destination was quiesced
     # paths "stream" and "push"
     bint requested

@@ -100,13 +100,15 @@ cdef class TransferHandle:
                uint32_t dst_first, uint32_t tensors, uint32_t tensors_per_layer,
                uint64_t block_len, uint64_t src_block=0, uint64_t dst_block=0,
                const uint32_t[::1] src_blocks=None, const uint32_t[::1] dst_blocks=None,
-               bint attended=False, hold=None, bytes notice=None):
+               bint attended=False, bint withheld=False, hold=None, bytes notice=None):
         """Start moving bytes; does nothing if the transfer has ended already.
 
         A pull, by GET if `get`, from `remote` to `local`, or a push the other way round.  Of
         `tensors` tensors of each side, from `src_first` and `dst_first` on, `block_len` bytes of
         each block are copied: the single blocks `src_block` and `dst_block`, or the lists.  `hold`
-        is the (slot, word) of a hold that a pull needs, `notice` what it tells the owner then.
+        is the (slot, word) of a hold that a pull needs, `notice` what it tells the owner then.  A
+        push that is `withheld` runs, and ends with its link, its caches or a `quiesce` of its
+        destination, but is not offered before `release`.
         """
         self.ours()
         cdef Transfer* t = self.t
@@ -149,6 +151,7 @@ cdef class TransferHandle:
                     t.word_slot = word_slot
                     t.word = word
                     t.held = held
+                    t.withheld = withheld
                     t.notice = told
                     t.src_blocks = src_copy
                     t.dst_blocks = dst_copy
@@ -193,6 +196,19 @@ cdef class TransferHandle:
             link_step(link, now_ns())
         if not attended:
             core_wake(self.core)
+
+    def release(self):
+        """Offer a push that is withheld; does nothing if it is not, or has ended."""
+        self.ours()
+        cdef Transfer* t = self.t
+        with nogil:
+            core_lock(self.core)
+            if t.withheld and t.state == RUNNING:
+                t.withheld = False
+                t.link.dirty = True
+                link_step(t.link, now_ns())
+                core_wake(self.core)
+            core_unlock(self.core)
 
     def end(self, uint32_t status, str reason=""):
         """Have it end with `status`, fenced; does nothing if its end is decided already."""
@@ -267,6 +283,11 @@ cdef class TransferHandle:
         if self.t.far == NULL:
             return None
         return self.t.path == PATH_GET
+
+    @property
+    def withheld(self):
+        """It is a push that was never released."""
+        return bool(self.t.withheld)
 
     @property
     def total(self):

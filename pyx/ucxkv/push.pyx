@@ -23,6 +23,7 @@ from ucxkv.core cimport (
     PATH_GET,
     PATH_PUSH,
     PATH_STREAM,
+    REQUEST_BLOCKS,
     RUNNING,
     ST_CACHE_NOT_EXIST,
     ST_FAILED,
@@ -43,6 +44,7 @@ from ucxkv.core cimport (
     Transfer,
     core_idle,
     core_timer,
+    send_free,
     send_new,
 )
 from ucxkv.message cimport (
@@ -82,6 +84,11 @@ cdef enum:
     DST_LIST = 2
 
 
+cdef enum Reach:
+    WHOLE_CACHE = 0
+    LISTED_BLOCKS = 1           # the message's payload
+
+
 cdef struct OfferMessage:
     Head head
     Offer offer
@@ -98,7 +105,7 @@ cdef struct AnswerMessage:
 
 
 cdef struct BarrierMessage:
-    Head head                   # its transfer is the barrier's number
+    Head head                   # its transfer is the barrier's number, its status a Reach
     uint64_t generation
     uint32_t slot
 
@@ -167,7 +174,7 @@ cdef void pump_offers(Link* link) noexcept nogil:
     cdef uint64_t now = 0
     while left > 0 and offered < MAX_SERVES // 2 and not link.am.failed:
         left -= 1
-        if t.path == PATH_PUSH and t.state == RUNNING:
+        if t.path == PATH_PUSH and t.state == RUNNING and not t.withheld:
             offered += 1
             if not t.requested:
                 now = now or now_ns()
@@ -218,17 +225,25 @@ cdef ucs_status_t on_barrier(void* arg, const void* header, size_t header_length
     cdef Link* link = message_link(<Core*>arg, &message.head, header_length,
                                    sizeof(BarrierMessage), param)
     cdef Transfer* t
+    cdef Transfer* following
     cdef uint32_t left
+    cdef Quiet quiet
     if link == NULL:
         return UCS_OK
+    quiet.blocks = <uint32_t*>data if message.head.status == LISTED_BLOCKS else NULL
+    quiet.n_blocks = length // sizeof(uint32_t)
     t = link.transfers
     left = link.n_transfers
     while left > 0:
         left -= 1
+        following = t.link_next
         if (t.path == PATH_PUSH and t.far.slot == message.slot
-                and t.far.generation == message.generation):
+                and t.far.generation == message.generation
+                and touches(&quiet, t.dst_geo.blocks, t.dst_geo.n_blocks, t.dst_geo.block)):
             t.stale = True
-        t = t.link_next
+            if t.withheld:
+                transfer_end(t, ST_FAILED, UCS_OK, b"the receiver quiesced its destination")
+        t = following
     # If it cannot be sent, the peer sends its barrier again over its next endpoint.
     if link.am.state == OPEN and not link.am.failed:
         message_send_head(link, AM_ECHO, message.head.transfer, 0)
@@ -546,6 +561,7 @@ cdef void pump_barriers(Link* link) noexcept nogil:
     cdef Quiet* quiet = link.quiets
     cdef SendOp* op
     cdef BarrierMessage* message
+    cdef uint64_t length
     if not link.barrier_due:
         return
     link.barrier_due = False
@@ -559,7 +575,18 @@ cdef void pump_barriers(Link* link) noexcept nogil:
         message.slot = quiet.slot
         message.generation = quiet.generation
         op.header_length = sizeof(BarrierMessage)
-        message_send(link, AM_BARRIER, op, NULL, 0)
+        length = 0
+        # A list too long for one message costs pushes into other blocks, which fail for nothing.
+        if quiet.blocks != NULL and 0 < quiet.n_blocks <= REQUEST_BLOCKS:
+            length = quiet.n_blocks * sizeof(uint32_t)
+            op.payload = malloc(length)
+            if op.payload == NULL:
+                send_free(link.core, op)
+                link.barrier_due = True
+                return
+            memcpy(op.payload, quiet.blocks, length)
+            message.head.status = LISTED_BLOCKS
+        message_send(link, AM_BARRIER, op, op.payload, length)
         quiet = quiet.next
 
 

@@ -56,6 +56,12 @@ def difference(ctx: Context, name: str, pieces: Sequence[Piece], seed: int) -> s
     return f"{wrong.size} bytes from {wrong[0]} of {arena.offsets}" if wrong.size else ""
 
 
+def quiesce_and_paint(ctx: Context, name: str, blocks: Any) -> None:
+    """Give slots another use; what has landed in the others is painted over as well."""
+    ctx.engine.quiesce(ctx.caches[name], blocks, timeout_ms=1000)
+    actions.paint(ctx, name, BLANK)
+
+
 # At the sender
 
 

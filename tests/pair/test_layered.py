@@ -479,11 +479,55 @@ def test_a_layer_that_fails_ends_the_others(pair: tuple[Peer, Peer]) -> None:
     receiver.call(pushing.quiesce_and_reuse, "large", 0, large[1][1], BLANK, 1000)
     outcome = sender.call(layering.finish, "push", 5)
     assert outcome.kind == "LlmError", outcome
-    assert "layer 1 " in outcome.message
+    assert "quiesced" in outcome.message
     assert outcome.extra["results"] == ["LlmError", "LlmError"]
     for peer in pair:
         peer.call(actions.drop_cache, "large")
         peer.call(actions.forget_arena, "large")
+
+
+@pytest.mark.parametrize("blocks", [0, [0, 2], None], ids=["slot", "blocks", "cache"])
+def test_quiesce_ends_what_is_withheld(pair: tuple[Peer, Peer], target: int, blocks: Any) -> None:
+    """The destination keeps the bytes of its next use; pushes into other slots go on."""
+    receiver, sender = pair
+    for slot in range(SLOTS):
+        key = f"slot {slot}"
+        slots = {"src_slot": slot, "dst_slot": slot}
+        sender.call(
+            layering.begin, key, "told", LAYERS, "from", 1, target, timeout_ms=9000, **slots
+        )
+        assert sender.call(layering.land, key, 3).ok
+    receiver.call(layering.quiesce_and_paint, "into", blocks)
+    hit = range(SLOTS) if blocks is None else [blocks] if isinstance(blocks, int) else blocks
+    expected: list[Piece] = []
+    for slot in range(SLOTS):
+        sender.call(layering.say_ready, f"slot {slot}", *range(LAYERS))
+        outcome = sender.call(layering.finish, f"slot {slot}", 5)
+        assert outcome.kind == ("LlmError" if slot in hit else "ok"), (slot, outcome)
+        if slot in hit:
+            assert "quiesced" in outcome.message
+        else:
+            layers = [layer for layer in range(LAYERS) if layer != 3]
+            expected += layer_pieces(layers, src_slot=slot, dst_slot=slot)
+    assert receiver.call(layering.difference, "into", expected, SEED) == ""
+    assert sender.call(pushing.push, "from", 1, target, timeout_ms=5000).ok
+
+
+def test_unlink_waits_for_layers(path: str) -> None:
+    with (
+        Peer(41, path=path, name="receiver") as receiver,
+        Peer(42, path=path, name="sender", listen=False) as sender,
+    ):
+        sender.link(receiver)
+        target = receiver.call(actions.make_cache, "into", 8, (1, 5000), access="rw")
+        sender.call(actions.make_cache, "from", 8, (1, 5000), seed=SEED)
+        sender.call(layering.begin, "push", "told", 4, "from", 41, target, timeout_ms=20000)
+        unlinking = sender.start(actions.unlink, 41, 10000)
+        time.sleep(0.2)
+        sender.call(layering.say_ready, "push", *range(4))
+        assert sender.call(layering.finish, "push", 5).ok
+        unlinking.result(5)
+        assert receiver.call(actions.wrong_tensors, "into", SEED) == []
 
 
 def test_stats_count_layers(pair: tuple[Peer, Peer], target: int) -> None:
