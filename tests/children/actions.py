@@ -579,6 +579,21 @@ def collect(ctx: Context) -> int:
     return gc.collect()
 
 
+def come_to_rest(ctx: Context) -> bool:
+    """Drop all that a test has left; whether none of its threads runs any more."""
+    ctx.engine = None
+    ctx.caches.clear()
+    ctx.arenas.clear()
+    records = ctx.values.pop("log", None)
+    if records is not None:
+        logging.getLogger("ucxkv").removeHandler(records)
+    ctx.values.clear()
+    ctx.stop.clear()
+    gc.collect()
+    # The main thread, and the one that reads the commands.
+    return len(os.listdir("/proc/self/task")) == 2
+
+
 # Checks
 
 
