@@ -10,14 +10,15 @@ import pytest
 from children import actions
 from harness import Peer, wait_until
 
-SHAPE = 16, (1, 64 << 20)
 GIB = 1 << 30
+# So many bytes in 64 MiB of memory: each tensor is registered 16 times.
+SHAPE, ALIASES = (4, (1, 16 << 20)), 16
 
 
 @pytest.fixture(scope="module")
 def puller(path: str) -> Iterator[Peer]:
     with Peer(2, path=path, name="puller", listen=False) as peer:
-        peer.call(actions.make_cache, "kv", *SHAPE, access="")
+        peer.call(actions.make_cache, "kv", *SHAPE, access="", aliases=ALIASES)
         peer.call(actions.paint, "kv", 0)
         yield peer
 
@@ -50,7 +51,7 @@ def restart_and_pull(owner: Peer, puller: Peer) -> None:
 
 def test_killed_before_the_pull(owner: Peer, puller: Peer) -> None:
     puller.link(owner)
-    cache_id = owner.call(actions.make_cache, "kv", *SHAPE, seed=1)
+    cache_id = owner.call(actions.make_cache, "kv", *SHAPE, seed=1, aliases=ALIASES)
     killed = time.monotonic()
     owner.kill()
     outcome = puller.call(actions.pull, "kv", 71, cache_id, timeout_ms=5000)
@@ -62,7 +63,7 @@ def test_killed_before_the_pull(owner: Peer, puller: Peer) -> None:
 
 def test_killed_during_the_pull(owner: Peer, puller: Peer) -> None:
     puller.link(owner)
-    cache_id = owner.call(actions.make_cache, "kv", *SHAPE, seed=1)
+    cache_id = owner.call(actions.make_cache, "kv", *SHAPE, seed=1, aliases=ALIASES)
     puller.call(actions.begin, "pull", "kv", 71, cache_id, timeout_ms=30000)
     moving = puller.call(actions.wait_moving, "pull")
     killed = time.monotonic()
@@ -95,7 +96,7 @@ def test_killed_while_a_thread_waits(owner: Peer, puller: Peer) -> None:
 
 def test_killed_after_the_pull(owner: Peer, puller: Peer) -> None:
     puller.link(owner)
-    cache_id = owner.call(actions.make_cache, "kv", *SHAPE, seed=1)
+    cache_id = owner.call(actions.make_cache, "kv", *SHAPE, seed=1, aliases=ALIASES)
     outcome = puller.call(actions.pull, "kv", 71, cache_id, timeout_ms=30000)
     assert outcome.ok, outcome
     assert outcome.bytes == GIB
@@ -127,9 +128,9 @@ def test_other_peers_do_not_notice(path: str, owner: Peer, puller: Peer) -> None
     with Peer(72, path=path, name="bystander") as bystander:
         for peer in (owner, bystander):
             puller.link(peer)
-        doomed = owner.call(actions.make_cache, "kv", *SHAPE, seed=1)
-        healthy = bystander.call(actions.make_cache, "kv", 4, (1, 64 << 20), seed=4)
-        puller.call(actions.make_cache, "other", 4, (1, 64 << 20), access="")
+        doomed = owner.call(actions.make_cache, "kv", *SHAPE, seed=1, aliases=ALIASES)
+        healthy = bystander.call(actions.make_cache, "kv", *SHAPE, seed=4, aliases=ALIASES)
+        puller.call(actions.make_cache, "other", *SHAPE, access="", aliases=ALIASES)
         puller.call(actions.begin, "doomed", "kv", 71, doomed, timeout_ms=30000)
         puller.call(actions.begin, "healthy", "other", 72, healthy, timeout_ms=30000)
         puller.call(actions.wait_moving, "healthy")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from children import actions, ending
-from harness import Peer, cpu_seconds
+from harness import Peer, cpu_seconds, rounds
 
 LARGE = 2, (1, 32 << 20)
 
@@ -183,3 +183,12 @@ def test_never_initialized(path: str) -> None:
         assert found["warnings"] == []
         for call, kind in found["calls"].items():
             assert kind not in ("ok", "AttributeError"), (call, kind)
+
+
+@pytest.mark.timeout(180)
+def test_finalize_beside_registrations(path: str) -> None:
+    """Of other threads: each of their calls succeeds or says that the engine is closed."""
+    with Peer(1, path=path, engine=False) as peer:
+        ends = peer.call(ending.finalize_beside_registrations, path, rounds(100), timeout=120)
+        assert ends.total() == 3 * rounds(100)
+        assert {text.partition(":")[0] for text in ends} == {"LlmError"}, ends

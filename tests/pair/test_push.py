@@ -15,7 +15,7 @@ import model
 from checks import BASES, FAULTS, STATUS, Fault, call_with, compatible, fault
 from children import actions, pushing
 from children.pushing import PushCase
-from harness import Peer, rounds
+from harness import Peer, rounds, wait_until
 
 CASES = int(os.environ.get("UCXKV_TEST_CASES", "0")) or rounds(500)
 REUSE_ROUNDS = rounds(100)
@@ -285,16 +285,16 @@ def test_quiesce_ends_a_running_push(pair: tuple[Peer, Peer]) -> None:
 
 def test_quiesce_leaves_other_slots_alone(pair: tuple[Peer, Peer]) -> None:
     receiver, sender = pair
-    target = receiver.call(actions.make_cache, "into", 8, (2, 32 << 20), access="rw")
-    sender.call(actions.make_cache, "from", 8, (2, 32 << 20), seed=1)
+    target = receiver.call(actions.make_cache, "into", 8, (2, 4 << 20), access="rw", aliases=8)
+    sender.call(actions.make_cache, "from", 8, (2, 4 << 20), seed=1, aliases=8)
     receiver.call(actions.paint, "into", 0)
     sender.call(pushing.begin, "push", "from", 1, target, timeout_ms=20000)
     assert receiver.call(pushing.wait_written, "into", 0)
-    receiver.call(pushing.quiesce_and_reuse, "into", 1, 32 << 20, 0x5A, 1000)
+    receiver.call(pushing.quiesce_and_reuse, "into", 1, 4 << 20, 0x5A, 1000)
     outcome = sender.call(actions.finish, "push", 20)
     assert outcome.ok, outcome
-    assert receiver.call(actions.wrong_slot_of, "into", 1, 0, 32 << 20) == []
-    assert receiver.call(pushing.slot_holds, "into", 1, 32 << 20, 0x5A)
+    assert receiver.call(actions.wrong_slot_of, "into", 1, 0, 4 << 20) == []
+    assert receiver.call(pushing.slot_holds, "into", 1, 4 << 20, 0x5A)
     for peer, name in ((receiver, "into"), (sender, "from")):
         peer.call(actions.drop_cache, name)
         peer.call(actions.forget_arena, name)
@@ -386,7 +386,7 @@ def test_a_process_dies(path: str, victim: str) -> None:
             return
         sender.kill()
         # The receiver's engine ends what it was doing for the dead, and is there for others.
-        time.sleep(1)
+        wait_until(lambda: receiver.call(actions.links).get(2) != "up", timeout=1)
         receiver.call(pushing.quiesce_and_reuse, "into", 0, LARGE[1][1], 0x5A, 1000)
         time.sleep(0.2)
         assert receiver.call(actions.painted, "into", 0x5A)
