@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from harness import Peer
+from harness import Peer, Sleeper
 from interpreters import Interpreter
 
 PATHS = ("stream", "get")
@@ -37,6 +37,13 @@ def no_child_left() -> Iterator[None]:
 def idle_interpreters_end() -> Iterator[None]:
     yield
     Interpreter.end_idle()
+
+
+@pytest.fixture
+def sleeper() -> Iterator[Sleeper]:
+    """Beside the test: bounds of time allow for its lateness, which is that of the machine."""
+    with Sleeper() as running:
+        yield running
 
 
 @pytest.fixture(params=PATHS, scope="module")

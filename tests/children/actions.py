@@ -20,6 +20,7 @@ import numpy as np
 
 import model
 from model import Arena, Case
+from sleeper import Sleeper
 
 if TYPE_CHECKING:
     from child import Context
@@ -362,23 +363,10 @@ def pull_beside_sleeper(
 
 
 def drop_beside_sleeper(ctx: Context, name: str, timeout_ms: int) -> tuple[float, float]:
-    """Unregister beside a thread that sleeps for the same time: seconds taken, and its lateness."""
-    late: list[float] = []
-    finish = threading.Event()
-
-    def sleep() -> None:
-        began = time.monotonic()
-        while not finish.is_set():
-            began = time.monotonic()
-            time.sleep(0.01)
-            late.append(time.monotonic() - began - 0.01)
-
-    sleeper = threading.Thread(target=sleep)
-    sleeper.start()
-    seconds = drop_cache(ctx, name, timeout_ms)
-    finish.set()
-    sleeper.join()
-    return seconds, max(late)
+    """Unregister; the seconds taken, and the lateness of a thread that sleeps meanwhile."""
+    with Sleeper() as sleeper:
+        seconds = drop_cache(ctx, name, timeout_ms)
+    return seconds, sleeper.late
 
 
 def begin(ctx: Context, key: str, name: str, cluster_id: int, cache_id: int, **more: Any) -> None:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from children import actions, reuse
-from harness import Peer, rounds, wait_until
+from harness import Peer, Sleeper, rounds, wait_until
 
 LOOP_ROUNDS = rounds(500)
 STOP_ROUNDS = rounds(50)
@@ -35,7 +35,9 @@ def forget(peer: Peer, name: str) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_unregister_free_and_reuse(sharing: tuple[Peer, Peer, reuse.Board]) -> None:
+def test_unregister_free_and_reuse(
+    sleeper: Sleeper, sharing: tuple[Peer, Peer, reuse.Board]
+) -> None:
     """The memory is unmapped between two registrations; each pull has the bytes of the cache it
     names, or KvCacheNotExist."""
     owner, puller, _ = sharing
@@ -46,7 +48,7 @@ def test_unregister_free_and_reuse(sharing: tuple[Peer, Peer, reuse.Board]) -> N
     assert result["problems"] == [], result
     assert result["right"] > 0
     assert result["gone"] > 0, "no pull met an unregistered cache: the test has shown nothing"
-    assert slowest < 1.05
+    assert slowest < 1.05 + sleeper.late
 
 
 @pytest.mark.timeout(180)
@@ -159,7 +161,7 @@ def test_ids_are_never_used_again(sharing: tuple[Peer, Peer, reuse.Board]) -> No
     forget(owner, "kv")
 
 
-def test_peers_learn_of_it(sharing: tuple[Peer, Peer, reuse.Board]) -> None:
+def test_peers_learn_of_it(sleeper: Sleeper, sharing: tuple[Peer, Peer, reuse.Board]) -> None:
     """After the owner's call has returned, no pull of the old id succeeds, not even one that
     begins at once, and none waits for its deadline."""
     owner, puller, _ = sharing
@@ -170,6 +172,6 @@ def test_peers_learn_of_it(sharing: tuple[Peer, Peer, reuse.Board]) -> None:
         owner.call(actions.drop_cache, "kv")
         outcome = puller.call(actions.pull, "kv", 1, cache_id, timeout_ms=5000)
         assert outcome.kind == "KvCacheNotExist", outcome
-        assert outcome.seconds < 1
+        assert outcome.seconds < 1 + sleeper.late
     wait_until(lambda: "up" in puller.call(actions.links)[1], timeout=5)
     forget(puller, "kv")
