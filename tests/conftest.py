@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from harness import Peer, Sleeper
+from harness import Peer
 from interpreters import Interpreter
+from sleeper import Sleeper
 
 PATHS = ("stream", "get")
 

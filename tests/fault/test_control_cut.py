@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from children import actions
-from harness import Peer, Proxy, Sleeper, wait_until
+from harness import Peer, Proxy, wait_until
+from sleeper import Sleeper
 
 SMALL = 4, (1, 10_000)
 

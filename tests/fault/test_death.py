@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from children import actions
-from harness import Peer, Sleeper, wait_until
+from harness import Peer, wait_until
+from sleeper import Sleeper
 
 GIB = 1 << 30
 # So many bytes in 64 MiB of memory: each tensor is registered 16 times.

@@ -10,7 +10,8 @@ from contextlib import ExitStack
 import pytest
 
 from children import actions, reuse
-from harness import Peer, Sleeper, rounds, wait_until
+from harness import Peer, rounds, wait_until
+from sleeper import Sleeper
 
 LOOP_ROUNDS = rounds(500)
 STOP_ROUNDS = rounds(50)

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from children import actions, ending
-from harness import Peer, Sleeper, cpu_seconds, rounds
+from harness import Peer, cpu_seconds, rounds
+from sleeper import Sleeper
 
 LARGE = 2, (1, 32 << 20)
 

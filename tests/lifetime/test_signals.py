@@ -7,7 +7,8 @@ import time
 import pytest
 
 from children import actions, interrupting
-from harness import Peer, Pending, Sleeper, rounds, wait_until
+from harness import Peer, Pending, rounds, wait_until
+from sleeper import Sleeper
 
 
 def interrupted(peer: Peer, call: Pending, delay: float) -> None:

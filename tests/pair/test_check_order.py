@@ -8,7 +8,8 @@ import pytest
 
 from checks import BASES, FAULTS, STATUS, UNKNOWN_REMOTE, call_with, compatible
 from children import actions
-from harness import Peer, Sleeper
+from harness import Peer
+from sleeper import Sleeper
 
 BASE: dict[str, Any] = {
     "cluster_id": 1,

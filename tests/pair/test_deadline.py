@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from children import actions
-from harness import Peer, Sleeper, median, wait_until
+from harness import Peer, median, wait_until
+from sleeper import Sleeper
 
 LATE = 0.050
 

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from children import actions, landing
-from harness import Peer, Sleeper, rounds
+from harness import Peer, rounds
+from sleeper import Sleeper
 
 ROUNDS = rounds(200)
 LAYERS = 32

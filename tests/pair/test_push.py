@@ -15,7 +15,8 @@ import model
 from checks import BASES, FAULTS, STATUS, Fault, call_with, compatible, fault
 from children import actions, pushing
 from children.pushing import PushCase
-from harness import Peer, Sleeper, rounds, wait_until
+from harness import Peer, rounds, wait_until
+from sleeper import Sleeper
 
 CASES = int(os.environ.get("UCXKV_TEST_CASES", "0")) or rounds(500)
 REUSE_ROUNDS = rounds(100)
