@@ -121,7 +121,8 @@ def finalize_beside_registrations(ctx: Context, path: str, count: int) -> Counte
     rng = random.Random(6)
     for _ in range(count):
         engines = [actions.build_engine(number, options_for(path)) for number in (1, 2)]
-        engines[0].link_llm_clusters([actions.cluster(2, engines[1].listen_address)])
+        target = actions.cluster(2, engines[1].listen_address)
+        engines[0].link_llm_clusters([target], timeout_ms=5000)
         victim = rng.choice(engines)
 
         def work(engine: Any = victim) -> None:

@@ -15,6 +15,7 @@ from sleeper import Sleeper
 
 LOOP_ROUNDS = rounds(500)
 STOP_ROUNDS = rounds(50)
+UNREGISTER_MS = 50
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +68,13 @@ def test_puller_stopped_in_mid_pull(sharing: tuple[Peer, Peer, reuse.Board]) -> 
         puller.call(actions.begin, "pull", "kv", 1, cache_id, timeout_ms=30000)
         puller.call(actions.wait_moving, "pull", rng.randrange(1, 64 << 20))
         puller.stop()
-        seconds, late = owner.call(actions.drop_beside_sleeper, "kv", 100)
+        seconds, late = owner.call(actions.drop_beside_sleeper, "kv", UNREGISTER_MS)
         owner.call(actions.paint, "kv", 0xEE)
         owner.call(reuse.reopen, "kv", tensors, shape, seed + 100)
         puller.resume()
         outcome = puller.call(actions.finish, "pull", 20)
         kinds.append(outcome.kind)
-        assert seconds <= 0.100 + 0.050 + late, (number, seconds, late)
+        assert seconds <= UNREGISTER_MS / 1000 + 0.050 + late, (number, seconds, late)
         assert outcome.kind in ("ok", "KvCacheNotExist"), (number, outcome)
         if outcome.ok:
             assert puller.call(actions.wrong_tensors, "kv", seed) == [], (number, outcome)
@@ -108,11 +109,11 @@ def test_a_running_pull_is_ended_at_the_timeout(
     puller.call(actions.make_cache, "kv", 2, (1, 16 << 20), access="", aliases=400)
     puller.call(actions.begin, "pull", "kv", 1, cache_id, timeout_ms=20000)
     assert puller.call(actions.wait_moving, "pull")
-    seconds, late = owner.call(actions.drop_beside_sleeper, "kv", 100)
+    seconds, late = owner.call(actions.drop_beside_sleeper, "kv", UNREGISTER_MS)
     outcome = puller.call(actions.finish, "pull")
     assert outcome.kind == "KvCacheNotExist", outcome
     assert str(cache_id) in outcome.message
-    assert seconds <= 0.100 + 0.050 + late
+    assert seconds <= UNREGISTER_MS / 1000 + 0.050 + late
     forget(puller, "kv")
 
 
