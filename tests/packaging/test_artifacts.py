@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from build.env import DefaultIsolatedEnv
-
 from build import ProjectBuilder
+from build.env import DefaultIsolatedEnv
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = (".git", "build", "dist", "*.egg-info", "__pycache__", "*.so", ".*_cache", ".venv")
