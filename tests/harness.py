@@ -124,8 +124,8 @@ class Peer:
         self.allow = re.compile(allow) if allow else None
         self.engine = engine
         self.finalize = finalize
-        # What ends without finalize, or has never had an engine, is of no use to others.
-        self.fresh = fresh or bool(fds) or not engine or not finalize
+        # What ends without finalize is of no use to others.
+        self.fresh = fresh or bool(fds) or not finalize
         self.options: dict[str, Any] = dict(options or {})
         if listen:
             self.options.setdefault("listen", listen if isinstance(listen, str) else "127.0.0.1:0")
