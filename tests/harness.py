@@ -283,7 +283,8 @@ def environment(path: str, more: Mapping[str, str] | None = None) -> dict[str, s
     env = {
         key: value
         for key, value in os.environ.items()
-        if not key.startswith("UCX_") and key != "UCXKV_PATH"
+        # pytest puts the name of the test there, and an interpreter outlives it.
+        if not key.startswith(("UCX_", "PYTEST_")) and key != "UCXKV_PATH"
     }
     env["PYTHONDEVMODE"] = "1"
     env["PYTHONFAULTHANDLER"] = "1"
