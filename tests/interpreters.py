@@ -1,9 +1,9 @@
 """Child interpreters that do what a test tells them to, lent to one test after another.
 
-An interpreter is a process of its own, never a fork, that has not loaded anything of the test's.
-Functions are sent by name, so they must be importable; each gets the child's Context first (see
-child.py).  Loading UCX takes far longer than starting an engine: one that has come back whole is
-lent again, to whoever wants the same environment.
+An interpreter is a process of its own, never a fork.  Functions are sent by name, so they must be
+importable; each gets the child's Context first (see child.py).  Loading UCX takes far longer than
+starting an engine: an interpreter that comes back whole is lent again, to whoever wants the same
+environment.
 """
 
 from __future__ import annotations
