@@ -24,8 +24,7 @@ PR_SET_PDEATHSIG = 1
 class Context:
     """What the functions of a test keep in the child between calls."""
 
-    def __init__(self, name: str, fds: dict[str, int]) -> None:
-        self.name = name
+    def __init__(self, fds: dict[str, int]) -> None:
         self.fds = fds
         self.engine: Any = None
         self.caches: dict[str, Any] = {}
@@ -45,7 +44,7 @@ class Child:
         self.main_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         setup = connection.recv()
         sys.path[:] = setup["path"]
-        self.context = Context(setup["name"], setup["fds"])
+        self.context = Context(setup["fds"])
 
     def answer(self, number: int, ok: bool, value: Any) -> None:
         with self.lock:

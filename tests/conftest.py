@@ -9,6 +9,8 @@ import psutil
 import pytest
 
 from harness import Peer
+from interpreters import Interpreter
+from sleeper import Sleeper
 
 PATHS = ("stream", "get")
 
@@ -19,9 +21,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def no_child_left() -> Iterator[None]:
-    """Every process that a test has started ends with it (or with its module's fixtures)."""
+    """Every process that a test has started ends with it, but for those that can be lent again."""
     yield
-    known = {peer.pid for peer in Peer.live}
+    known = {interpreter.process.pid for interpreter in Interpreter.live}
     left = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -30,6 +32,19 @@ def no_child_left() -> Iterator[None]:
                 left.append(" ".join(process.cmdline()))
                 process.kill()
     assert not left, f"processes left behind: {left}"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def idle_interpreters_end() -> Iterator[None]:
+    yield
+    Interpreter.end_idle()
+
+
+@pytest.fixture
+def sleeper() -> Iterator[Sleeper]:
+    """Beside the test: bounds of time allow for its lateness, which is that of the machine."""
+    with Sleeper() as running:
+        yield running
 
 
 @pytest.fixture(params=PATHS, scope="module")

@@ -4,10 +4,9 @@
         puller.link(owner)
         owner.call(actions.make_cache, "kv", 4, (8, 100))
 
-A peer is a fresh interpreter (never a fork).  Functions are sent by name, so they must be
-importable; each gets the child's Context first.  An exception in the child is raised in the test
-with the child's traceback.  A call that takes too long shows the stacks of the child's threads
-and kills it, well before the test's own time is up.
+A peer is an engine in an interpreter of its own (see interpreters.py).  An exception in the child
+is raised in the test with the child's traceback.  A call that takes too long shows the stacks of
+the child's threads and kills it, well before the test's own time is up.
 """
 
 from __future__ import annotations
@@ -17,61 +16,28 @@ import os
 import queue
 import re
 import select
-import shlex
 import signal
 import socket
 import struct
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any
 
 import psutil
 
 from children import actions
+from interpreters import PATIENCE, Interpreter, Pending
 
-HERE = Path(__file__).resolve().parent
-
-# Slow tools (valgrind, sanitizers) stretch the harness's own limits, never a promised one.
-PATIENCE = float(os.environ.get("UCXKV_TEST_PATIENCE", "1"))
 SCALE = float(os.environ.get("UCXKV_TEST_SCALE", "1"))
-WRAP = shlex.split(os.environ.get("UCXKV_TEST_WRAP", ""))
-
-CALL_TIMEOUT = 30.0 * PATIENCE
-
-# What must not be found in the output of a child that did as it was told.
-TROUBLE = re.compile(
-    r"ResourceWarning|Exception ignored|Exception in thread|Traceback \(most recent|"
-    r"Fatal Python error|never retrieved|never awaited|Task was destroyed|"
-    r"AddressSanitizer|LeakSanitizer|Segmentation fault|double free|corrupted|"
-    r"Debug memory block|UCX +FATAL|Assertion"
-)
 
 
 def rounds(default: int) -> int:
     """Number of rounds of a test that repeats itself, scaled by UCXKV_TEST_SCALE."""
     return max(1, round(default * SCALE))
-
-
-class RemoteError(Exception):
-    """A function raised in a child; the text is its traceback."""
-
-
-class PeerDied(Exception):
-    """The child went away while the test waited for an answer."""
-
-
-class PeerHung(Exception):
-    """The child did not answer in time; the text shows its stacks."""
 
 
 @dataclass
@@ -127,39 +93,15 @@ def wait_until(condition: Callable[[], Any], timeout: float = 10.0, step: float 
         time.sleep(step)
 
 
-class Pending:
-    """A call under way in a child."""
-
-    def __init__(self, peer: Peer, what: str) -> None:
-        self.peer = peer
-        self.what = what
-        self.future: Future[Any] = Future()
-
-    def done(self) -> bool:
-        return self.future.done()
-
-    def result(self, timeout: float | None = None) -> Any:
-        limit = CALL_TIMEOUT if timeout is None else timeout * PATIENCE
-        try:
-            return self.future.result(limit)
-        except FutureTimeout:
-            stacks = self.peer.stacks()
-            self.peer.kill()
-            raise PeerHung(
-                f"{self.what} in {self.peer.name} took more than {limit} s\n{stacks}"
-            ) from None
-
-
 class Peer:
     """A child process, by default with an initialized engine in it.
 
     `path`: "stream" is TCP alone, "get" is GET through CMA, "emulated" forces UCX's emulated GET
     over TCP.  `options` are more arguments of ucxkv.Options; `listen=False` makes a client only.
     `fds` are descriptors that the child inherits, by name.  `allow` is a pattern of output lines
-    that are no trouble in this test.
+    that are no trouble in this test.  A test that changes or counts something of the process
+    itself asks for one that is `fresh` and ends with the peer.
     """
-
-    live: ClassVar[set[Peer]] = set()
 
     def __init__(
         self,
@@ -174,6 +116,7 @@ class Peer:
         name: str | None = None,
         allow: str | None = None,
         finalize: bool = True,
+        fresh: bool = False,
     ) -> None:
         self.cluster_id = cluster_id
         self.path = path
@@ -181,7 +124,8 @@ class Peer:
         self.allow = re.compile(allow) if allow else None
         self.engine = engine
         self.finalize = finalize
-        self.killed = False
+        # What ends without finalize is of no use to others.
+        self.fresh = fresh or bool(fds) or not finalize
         self.options: dict[str, Any] = dict(options or {})
         if listen:
             self.options.setdefault("listen", listen if isinstance(listen, str) else "127.0.0.1:0")
@@ -191,32 +135,19 @@ class Peer:
         self._starting: Pending | None = None
         self._fds = dict(fds or {})
         self._env = environment(path, env)
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115
-        self._lock = threading.Lock()
-        self._number = 0
-        self._pending: dict[int, Pending] = {}
         self._start()
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [*WRAP, sys.executable, str(HERE / "child.py"), str(theirs.fileno())]
-            self.process = subprocess.Popen(
-                command,
-                env=self._env,
-                pass_fds=[theirs.fileno(), *self._fds.values()],
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=subprocess.STDOUT,
-            )
-        self._connection = Connection(ours.detach())
-        self._reader = threading.Thread(target=self._read, name=self.name, daemon=True)
-        self._reader.start()
-        Peer.live.add(self)
-        self._connection.send({"path": sys.path, "name": self.name, "fds": self._fds})
+        if self.fresh:
+            self.interpreter = Interpreter(self._env, self._fds)
+        else:
+            self.interpreter = Interpreter.lend(self._env)
+        self.interpreter.name = self.name
         if self.engine:
             # Several peers in a row start at the same time: the first to be used is waited for.
-            self._starting = self._post("main", actions.start_engine, self.cluster_id, self.options)
+            self._starting = self.interpreter.post(
+                "main", actions.start_engine, self.cluster_id, self.options
+            )
 
     def ready(self) -> None:
         """Wait until the engine runs; raise what it has raised."""
@@ -237,42 +168,15 @@ class Peer:
 
     @property
     def pid(self) -> int:
-        return self.process.pid
+        return self.interpreter.process.pid
 
-    def _read(self) -> None:
-        try:
-            while True:
-                number, ok, value = self._connection.recv()
-                with self._lock:
-                    pending = self._pending.pop(number)
-                if ok:
-                    pending.future.set_result(value)
-                else:
-                    pending.future.set_exception(RemoteError(f"in {self.name}:\n{value}"))
-        except (EOFError, OSError):
-            pass
-        with self._lock:
-            lost = list(self._pending.values())
-            self._pending.clear()
-        for pending in lost:
-            pending.future.set_exception(PeerDied(f"{self.name} died in {pending.what}"))
-
-    def _post(self, lane: str, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending:
-        pending = Pending(self, func.__name__)
-        with self._lock:
-            self._number += 1
-            number = self._number
-            self._pending[number] = pending
-            try:
-                self._connection.send((number, lane, func, args, kwargs))
-            except OSError:
-                del self._pending[number]
-                raise PeerDied(f"{self.name} is gone, before {func.__name__}") from None
-        return pending
+    @property
+    def killed(self) -> bool:
+        return self.interpreter.killed
 
     def _send(self, lane: str, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending:
         self.ready()
-        return self._post(lane, func, *args, **kwargs)
+        return self.interpreter.post(lane, func, *args, **kwargs)
 
     def call(
         self, func: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any
@@ -325,78 +229,39 @@ class Peer:
         return now
 
     def kill(self) -> None:
-        self.killed = True
-        self.process.kill()
-        self.process.wait()
-        self._reader.join(10)
-        self._forget()
+        self.interpreter.kill()
 
     def restart(self) -> None:
         """A new process with the same arguments, on the port the old one had."""
         if self._address is not None:
             self.options["listen"] = f"{self._address[0]}:{self._address[1]}"
-        self.killed = False
         self._start()
 
     def sample(self) -> Sample:
         return sample(self.pid)
 
-    def output(self) -> str:
-        self._output.flush()
-        size = os.fstat(self._output.fileno()).st_size
-        return os.pread(self._output.fileno(), size, 0).decode(errors="replace")
+    def close(self) -> None:
+        """Finalize the engine, and look at what the process has printed."""
+        try:
+            if not self.killed:
+                if self.engine and self.finalize:
+                    self.call(actions.finalize, timeout=15)
+                if self.fresh:
+                    self.interpreter.end(self.allow)
+                else:
+                    self.interpreter.give_back(self.allow)
+            else:
+                self.interpreter.check(self.allow)
+        except BaseException:
+            self._abandon()
+            raise
 
-    def stacks(self) -> str:
-        """The stacks of all threads, as far as the process still answers signals."""
-        before = len(self.output())
-        with contextlib.suppress(OSError):
-            os.kill(self.pid, signal.SIGCONT)
-            os.kill(self.pid, signal.SIGUSR1)
-            time.sleep(0.5)
-        return self.output()[before:]
-
-    def _forget(self) -> None:
-        Peer.live.discard(self)
-        with contextlib.suppress(OSError):
-            self._connection.close()
-
-    def _show(self) -> None:
-        text = self.output()
+    def _abandon(self) -> None:
+        if not self.killed:
+            self.interpreter.kill()
+        text = self.interpreter.output()
         if text:
             print(f"---- output of {self.name} ----\n{text[-20000:]}\n----")
-
-    def trouble(self) -> list[str]:
-        lines = [line for line in self.output().splitlines() if TROUBLE.search(line)]
-        return [line for line in lines if not (self.allow and self.allow.search(line))]
-
-    def close(self) -> None:
-        """Finalize the engine, let the process end by itself, and look at what it printed."""
-        try:
-            if not self.killed:
-                self._end()
-            complaints = self.trouble()
-            if complaints:
-                raise AssertionError(f"{self.name} printed: {complaints[0]}")
-        except BaseException:
-            self._show()
-            raise
-        finally:
-            self._output.close()
-
-    def _end(self) -> None:
-        try:
-            if self.engine and self.finalize:
-                self.call(actions.finalize, timeout=15)
-            self._connection.send(None)
-            code = self.process.wait(20 * PATIENCE)
-            self._reader.join(10)
-        except BaseException:
-            if not self.killed:
-                self.kill()
-            raise
-        self._forget()
-        if code != 0:
-            raise AssertionError(f"{self.name} ended with {code}")
 
     def __enter__(self) -> Peer:
         return self
@@ -409,11 +274,8 @@ class Peer:
     ) -> None:
         if kind is None:
             self.close()
-            return
-        if not self.killed:
-            self.kill()
-        self._show()
-        self._output.close()
+        else:
+            self._abandon()
 
 
 def environment(path: str, more: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -421,7 +283,8 @@ def environment(path: str, more: Mapping[str, str] | None = None) -> dict[str, s
     env = {
         key: value
         for key, value in os.environ.items()
-        if not key.startswith("UCX_") and key != "UCXKV_PATH"
+        # pytest puts the name of the test there, and an interpreter outlives it.
+        if not key.startswith(("UCX_", "PYTEST_")) and key != "UCXKV_PATH"
     }
     env["PYTHONDEVMODE"] = "1"
     env["PYTHONFAULTHANDLER"] = "1"

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 Bytes = NDArray[np.uint8]
 
 GUARD = 0xA5
-WORDS = 65536
+# Pieces of 120 KiB: what NumPy makes of them on the way is too small for malloc to map it anew.
+WORDS = 15 << 10
 _base = np.random.Generator(np.random.SFC64(20240229)).integers(0, 2**64, WORDS, dtype=np.uint64)
 _CHUNK = WORDS * 8
 
@@ -53,6 +54,21 @@ def matches(target: Bytes, seed: int, start: int = 0) -> bool:
     return True
 
 
+def is_all(target: Bytes, value: int) -> bool:
+    """Whether every byte of `target` has this value."""
+    return all(
+        bool((target[start : start + _CHUNK] == value).all())
+        for start in range(0, len(target), _CHUNK)
+    )
+
+
+def equal(one: Bytes, other: Bytes) -> bool:
+    return len(one) == len(other) and all(
+        np.array_equal(one[start : start + _CHUNK], other[start : start + _CHUNK])
+        for start in range(0, len(one), _CHUNK)
+    )
+
+
 class Arena:
     """Tensors in one buffer, with guard bytes before, between and behind them."""
 
@@ -89,10 +105,10 @@ class Arena:
     def guards_intact(self) -> bool:
         end = 0
         for offset in self.offsets:
-            if not (self.buffer[end:offset] == GUARD).all():
+            if not is_all(self.buffer[end:offset], GUARD):
                 return False
             end = offset + self.nbytes
-        return bool((self.buffer[end:] == GUARD).all())
+        return is_all(self.buffer[end:], GUARD)
 
 
 TYPES: dict[str, int] = {

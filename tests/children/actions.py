@@ -20,6 +20,7 @@ import numpy as np
 
 import model
 from model import Arena, Case
+from sleeper import Sleeper
 
 if TYPE_CHECKING:
     from child import Context
@@ -190,18 +191,11 @@ def make_cache(
 ) -> int:
     """Register a guarded arena.  With `aliases`, each tensor is registered so many times: a large
     cache in little memory."""
-    import ucxkv
-
     nbytes = int(np.prod(shape)) * model.TYPES.get(data_type, 1)
     arena = Arena(tensors, nbytes, align=align)
     if seed is not None:
         fill_arena(arena, seed)
-    if aliases:
-        desc = ucxkv.CacheDesc(tensors * aliases, tuple(shape), ucxkv.DataType[data_type])
-        addresses = [arena.address(t) for _ in range(aliases) for t in range(tensors)]
-        cache = ctx.engine.register_kv_cache(desc, addresses, access=access)
-    else:
-        cache = register_arena(ctx, arena, shape, data_type, access=access)
+    cache = register_arena(ctx, arena, shape, data_type, access=access, aliases=aliases)
     ctx.arenas[name] = arena
     ctx.caches[name] = cache
     return int(cache.cache_id)
@@ -215,17 +209,17 @@ def register_arena(
     *,
     access: str = "r",
     by_address: bool = False,
+    aliases: int = 0,
 ) -> Any:
     import ucxkv
 
-    count = len(arena.offsets)
-    desc = ucxkv.CacheDesc(count, tuple(shape), ucxkv.DataType[data_type])
     tensors: list[Any]
-    if by_address:
-        tensors = [arena.address(t) for t in range(count)]
+    if by_address or aliases:
+        tensors = [arena.address(t) for t in range(len(arena.offsets))] * max(1, aliases)
     else:
         dtype = model.NUMPY.get(data_type, np.uint8)
         tensors = [raw.view(dtype).reshape(shape) for raw in arena.raws()]
+    desc = ucxkv.CacheDesc(len(tensors), tuple(shape), ucxkv.DataType[data_type])
     return ctx.engine.register_kv_cache(desc, tensors, access=access)
 
 
@@ -250,7 +244,7 @@ def paint(ctx: Context, name: str, value: int) -> None:
 def painted(ctx: Context, name: str, value: int) -> bool:
     """Whether every byte of the tensors has this value, and the guards are whole."""
     arena = ctx.arenas[name]
-    return arena.guards_intact() and all(bool((raw == value).all()) for raw in arena.raws())
+    return arena.guards_intact() and all(model.is_all(raw, value) for raw in arena.raws())
 
 
 def wrong_tensors(ctx: Context, name: str, seed: int) -> list[int]:
@@ -369,23 +363,10 @@ def pull_beside_sleeper(
 
 
 def drop_beside_sleeper(ctx: Context, name: str, timeout_ms: int) -> tuple[float, float]:
-    """Unregister beside a thread that sleeps for the same time: seconds taken, and its lateness."""
-    late: list[float] = []
-    finish = threading.Event()
-
-    def sleep() -> None:
-        began = time.monotonic()
-        while not finish.is_set():
-            began = time.monotonic()
-            time.sleep(0.01)
-            late.append(time.monotonic() - began - 0.01)
-
-    sleeper = threading.Thread(target=sleep)
-    sleeper.start()
-    seconds = drop_cache(ctx, name, timeout_ms)
-    finish.set()
-    sleeper.join()
-    return seconds, max(late)
+    """Unregister; the seconds taken, and the lateness of a thread that sleeps meanwhile."""
+    with Sleeper() as sleeper:
+        seconds = drop_cache(ctx, name, timeout_ms)
+    return seconds, sleeper.late
 
 
 def begin(ctx: Context, key: str, name: str, cluster_id: int, cache_id: int, **more: Any) -> None:
@@ -436,20 +417,26 @@ def case_shape(side: model.Side) -> tuple[int, ...]:
     return (side.blocks, elements)
 
 
+def open_side(ctx: Context, case: Case, side: model.Side, access: str) -> tuple[Arena, Any]:
+    """One side of a case, registered: the source with its pattern, the destination with bytes that
+    are nobody's."""
+    source = side is case.src
+    arena = model.arena_for(case, side, 0 if source else 1)
+    for tensor, raw in enumerate(arena.raws()):
+        model.fill(raw, model.source_seed(case, tensor) if source else -1 - tensor)
+    cache = register_arena(
+        ctx,
+        arena,
+        case_shape(side),
+        side.data_type,
+        access=access,
+        by_address=side.by_address,
+    )
+    return arena, cache
+
+
 def open_sources(ctx: Context, cases: Sequence[Case]) -> list[int]:
-    opened = []
-    for case in cases:
-        arena = model.arena_for(case, case.src, 0)
-        for tensor, raw in enumerate(arena.raws()):
-            model.fill(raw, model.source_seed(case, tensor))
-        cache = register_arena(
-            ctx,
-            arena,
-            case_shape(case.src),
-            case.src.data_type,
-            by_address=case.src.by_address,
-        )
-        opened.append((case, arena, cache))
+    opened = [(case, *open_side(ctx, case, case.src, "r")) for case in cases]
     ctx.values["sources"] = opened
     return [int(cache.cache_id) for _, _, cache in opened]
 
@@ -468,33 +455,53 @@ def close_sources(ctx: Context) -> list[str]:
     return problems
 
 
+def after(arena: Arena, model_pull: Callable[[list[model.Bytes]], None]) -> model.Bytes:
+    """What `arena` has to hold, guard bytes included, when the model has done its pull there."""
+    expected = arena.buffer.copy()
+    model_pull([expected[offset : offset + arena.nbytes] for offset in arena.offsets])
+    return expected
+
+
+def difference(arena: Arena, expected: model.Bytes) -> str:
+    if model.equal(arena.buffer, expected):
+        return ""
+    wrong = np.flatnonzero(arena.buffer != expected)
+    return f"{len(wrong)} wrong bytes, the first at {wrong[0]} of {arena.offsets}"
+
+
+def misreport(report: Any, moved: int, paths: Sequence[str]) -> str:
+    """What a report says that is not so."""
+    if report.bytes != moved:
+        return f"reported {report.bytes} bytes instead of {moved}"
+    if report.path not in paths:
+        return f"took path {report.path}"
+    if bool(report.spans) != bool(moved):
+        return f"reported {report.spans} spans"
+    return ""
+
+
+def problems_of(
+    run: Callable[[Any, int], str], cases: Sequence[Any], cache_ids: Sequence[int]
+) -> list[str]:
+    """What `run` says of each case and its cache at the peer, if it says anything."""
+    found = [(run(case, cache_id), case) for case, cache_id in zip(cases, cache_ids, strict=True)]
+    return [f"{problem}: {case}" for problem, case in found if problem]
+
+
 def run_cases(
     ctx: Context, cluster_id: int, cases: Sequence[Case], cache_ids: Sequence[int], path: str
 ) -> list[str]:
-    problems = []
-    for case, cache_id in zip(cases, cache_ids, strict=True):
-        problem = run_case(ctx, cluster_id, case, cache_id, path)
-        if problem:
-            problems.append(f"{problem}: {case}")
-    return problems
+    def run(case: Case, cache_id: int) -> str:
+        return run_case(ctx, cluster_id, case, cache_id, path)
+
+    return problems_of(run, cases, cache_ids)
 
 
 def run_case(ctx: Context, cluster_id: int, case: Case, cache_id: int, path: str) -> str:
     import ucxkv
 
-    arena = model.arena_for(case, case.dst, 1)
-    for tensor, raw in enumerate(arena.raws()):
-        model.fill(raw, -1 - tensor)
-    expected = arena.buffer.copy()
-    model.model_pull(case, [expected[offset : offset + arena.nbytes] for offset in arena.offsets])
-    cache = register_arena(
-        ctx,
-        arena,
-        case_shape(case.dst),
-        case.dst.data_type,
-        access="",
-        by_address=case.dst.by_address,
-    )
+    arena, cache = open_side(ctx, case, case.dst, "")
+    expected = after(arena, lambda tensors: model.model_pull(case, tensors))
     try:
         report = ctx.engine.pull_kv_cache(
             ucxkv.CacheIndex(cluster_id, cache_id, case.src.slot),
@@ -508,17 +515,7 @@ def run_case(ctx: Context, cluster_id: int, case: Case, cache_id: int, path: str
         return f"{type(error).__name__}: {error}"
     finally:
         ctx.engine.unregister_kv_cache(cache.cache_id)
-    if not np.array_equal(arena.buffer, expected):
-        where = int(np.flatnonzero(arena.buffer != expected)[0])
-        count = int((arena.buffer != expected).sum())
-        return f"{count} wrong bytes, the first at {where} of {arena.offsets}"
-    if report.bytes != case.moved:
-        return f"reported {report.bytes} bytes instead of {case.moved}"
-    if report.path != path:
-        return f"took path {report.path}"
-    if case.moved and report.spans < 1:
-        return f"reported {report.spans} spans"
-    return ""
+    return difference(arena, expected) or misreport(report, case.moved, [path])
 
 
 # The process itself
@@ -579,34 +576,71 @@ def collect(ctx: Context) -> int:
     return gc.collect()
 
 
+def come_to_rest(ctx: Context) -> bool:
+    """Drop all that a test has left; whether none of its threads runs any more."""
+    ctx.engine = None
+    ctx.caches.clear()
+    ctx.arenas.clear()
+    records = ctx.values.pop("log", None)
+    if records is not None:
+        logging.getLogger("ucxkv").removeHandler(records)
+    ctx.values.clear()
+    ctx.stop.clear()
+    gc.collect()
+    # The main thread, and the one that reads the commands.
+    return len(os.listdir("/proc/self/task")) == 2
+
+
 # Checks
 
 
-def raw_pull(ctx: Context, fields: dict[str, Any], twin: bool = False) -> Outcome:
-    """A pull whose arguments may be of any type; "index", "cache" and "ext" replace whole
-    arguments, "dst" names a cache of ours and "dst_id" an id."""
+def raw_call(
+    ctx: Context,
+    function: str,
+    fields: dict[str, Any],
+    names: Sequence[str],
+    *,
+    push: bool = False,
+    twin: bool = False,
+) -> Outcome:
+    """A transfer whose arguments may be of any type.
+
+    "index", "cache" and "ext" replace whole arguments; the cache of ours is the destination, of a
+    push the source: "dst" (or "src") names one and "dst_id" (or "src_id") is an id.  `names` are
+    the arguments between the first two and `ext`.
+    """
     import ucxkv
+
+    near, far = ("src", "dst") if push else ("dst", "src")
 
     def run() -> Any:
         index = fields.get("index") or ucxkv.CacheIndex(
-            fields["cluster_id"], fields["src_id"], fields["src_slot"]
+            fields["cluster_id"], fields[f"{far}_id"], fields[f"{far}_slot"]
         )
         if "cache" in fields:
             cache = fields["cache"]
-        elif "dst_id" in fields:
-            cache = ucxkv.Cache(cache_id=fields["dst_id"])
+        elif f"{near}_id" in fields:
+            cache = ucxkv.Cache(cache_id=fields[f"{near}_id"])
         else:
-            cache = ctx.caches[fields["dst"]]
+            cache = ctx.caches[fields[near]]
         ext = fields.get("ext") or ucxkv.KvCacheExtParam(
             fields["src_layers"], fields["dst_layers"], fields["per_layer"]
         )
-        args = (index, cache, fields["dst_slot"], fields["size"], ext)
+        args = (
+            *((cache, index) if push else (index, cache)),
+            *(fields[name] for name in names),
+            ext,
+        )
         if twin:
-            transfer = ctx.engine.pull_kv_cache_async(*args, timeout_ms=fields["timeout_ms"])
-            return transfer.result(30)
-        return ctx.engine.pull_kv_cache(*args, timeout_ms=fields["timeout_ms"])
+            begin = getattr(ctx.engine, f"{function}_async")
+            return begin(*args, timeout_ms=fields["timeout_ms"]).result(30)
+        return getattr(ctx.engine, function)(*args, timeout_ms=fields["timeout_ms"])
 
     return attempt(run)
+
+
+def raw_pull(ctx: Context, fields: dict[str, Any], twin: bool = False) -> Outcome:
+    return raw_call(ctx, "pull_kv_cache", fields, ("dst_slot", "size"), twin=twin)
 
 
 def raw_pulls(ctx: Context, calls: Sequence[dict[str, Any]], twin: bool = False) -> list[Outcome]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -29,12 +28,6 @@ def link_pull_unlink(
         actions.unlink(ctx, cluster_id)
     if actions.wrong_slots(ctx, "sink", 1, 0, 1000):
         raise RuntimeError("wrong bytes")
-
-
-def descriptors_of_nobody(ctx: Context) -> int:
-    """Descriptors of a process without links: now, and those that the first link adds for good
-    (a UCX worker and its sockets)."""
-    return len(os.listdir("/proc/self/fd")) + 2
 
 
 def objects(ctx: Context) -> dict[str, int]:

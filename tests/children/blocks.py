@@ -96,31 +96,18 @@ def model_pull(case: BlockCase, destination: list[model.Bytes]) -> None:
 def run_cases(
     ctx: Context, cluster_id: int, cases: Sequence[BlockCase], cache_ids: Sequence[int], path: str
 ) -> list[str]:
-    problems = []
-    for case, cache_id in zip(cases, cache_ids, strict=True):
-        problem = run_case(ctx, cluster_id, case, cache_id, path)
-        if problem:
-            problems.append(f"{problem}: {case}")
-    return problems
+    def run(case: BlockCase, cache_id: int) -> str:
+        return run_case(ctx, cluster_id, case, cache_id, path)
+
+    return actions.problems_of(run, cases, cache_ids)
 
 
 def run_case(ctx: Context, cluster_id: int, case: BlockCase, cache_id: int, path: str) -> str:
     import ucxkv
 
     side = case.case.dst
-    arena = model.arena_for(case.case, side, 1)
-    for tensor, raw in enumerate(arena.raws()):
-        model.fill(raw, -1 - tensor)
-    expected = arena.buffer.copy()
-    model_pull(case, [expected[offset : offset + arena.nbytes] for offset in arena.offsets])
-    cache = actions.register_arena(
-        ctx,
-        arena,
-        actions.case_shape(side),
-        side.data_type,
-        access="",
-        by_address=side.by_address,
-    )
+    arena, cache = actions.open_side(ctx, case.case, side, "")
+    expected = actions.after(arena, lambda tensors: model_pull(case, tensors))
     sources = None if case.src_blocks is None else as_kind(case.src_blocks, case.src_kind)
     arguments = (
         ucxkv.CacheIndex(cluster_id, cache_id, case.case.src.slot),
@@ -138,43 +125,12 @@ def run_case(ctx: Context, cluster_id: int, case: BlockCase, cache_id: int, path
         return f"{type(error).__name__}: {error}"
     finally:
         ctx.engine.unregister_kv_cache(cache.cache_id)
-    if not np.array_equal(arena.buffer, expected):
-        where = int(np.flatnonzero(arena.buffer != expected)[0])
-        count = int((arena.buffer != expected).sum())
-        return f"{count} wrong bytes, the first at {where} of {arena.offsets}"
-    if report.bytes != case.moved:
-        return f"reported {report.bytes} bytes instead of {case.moved}"
-    if report.path != path:
-        return f"took path {report.path}"
-    if bool(report.spans) != bool(case.moved):
-        return f"reported {report.spans} spans"
-    return ""
+    return actions.difference(arena, expected) or actions.misreport(report, case.moved, [path])
 
 
 def raw_pull(ctx: Context, fields: dict[str, Any], twin: bool = False) -> actions.Outcome:
-    """A pull of blocks whose arguments may be of any type (see actions.raw_pull)."""
-    import ucxkv
-
-    def run() -> Any:
-        index = fields.get("index") or ucxkv.CacheIndex(
-            fields["cluster_id"], fields["src_id"], fields["src_slot"]
-        )
-        if "cache" in fields:
-            cache = fields["cache"]
-        elif "dst_id" in fields:
-            cache = ucxkv.Cache(cache_id=fields["dst_id"])
-        else:
-            cache = ctx.caches[fields["dst"]]
-        ext = fields.get("ext") or ucxkv.KvCacheExtParam(
-            fields["src_layers"], fields["dst_layers"], fields["per_layer"]
-        )
-        args = (index, cache, fields["src_blocks"], fields["dst_blocks"], ext)
-        if twin:
-            transfer = ctx.engine.pull_kv_blocks_async(*args, timeout_ms=fields["timeout_ms"])
-            return transfer.result(30)
-        return ctx.engine.pull_kv_blocks(*args, timeout_ms=fields["timeout_ms"])
-
-    return actions.attempt(run)
+    """A pull of blocks whose arguments may be of any type (see actions.raw_call)."""
+    return actions.raw_call(ctx, "pull_kv_blocks", fields, ("src_blocks", "dst_blocks"), twin=twin)
 
 
 def raw_pulls(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import threading
 import time
 import warnings
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from children import actions
@@ -110,3 +112,63 @@ def never_initialized(ctx: Context) -> dict[str, Any]:
         del engine
         gc.collect()
     return {"warnings": [str(one.message) for one in caught], "calls": calls}
+
+
+def finalize_beside_registrations(ctx: Context, path: str, count: int) -> Counter[str]:
+    """Finalize an engine, linked to another one, while threads register and unregister caches;
+    how often the threads were ended by which error."""
+    ends: Counter[str] = Counter()
+    rng = random.Random(6)
+    for _ in range(count):
+        engines = [actions.build_engine(number, options_for(path)) for number in (1, 2)]
+        target = actions.cluster(2, engines[1].listen_address)
+        engines[0].link_llm_clusters([target], timeout_ms=5000)
+        victim = rng.choice(engines)
+
+        def work(engine: Any = victim) -> None:
+            outcome = actions.Outcome("ok")
+            while outcome.ok:
+                outcome = actions.attempt(lambda: register_and_unregister(engine))
+            ends[f"{outcome.kind}: {outcome.message}"] += 1
+
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        time.sleep(rng.uniform(0, 0.005))
+        victim.finalize()
+        for thread in threads:
+            thread.join()
+        for engine in engines:
+            engine.finalize()
+    return ends
+
+
+def register_and_unregister(engine: Any) -> None:
+    import ucxkv
+
+    desc = ucxkv.CacheDesc(2, (2, 5000), ucxkv.DataType.UINT8)
+    cache = engine.register_kv_cache(desc, [bytearray(10_000), bytearray(10_000)])
+    engine.unregister_kv_cache(cache.cache_id)
+
+
+def open_both_ways(
+    ctx: Context, tensors: int, shape: tuple[int, ...], aliases: int, seed: int
+) -> int:
+    """Register a source and a destination, in the same memory each time; the source's id."""
+    for name, access in (("from", "r"), ("into", "")):
+        if name not in ctx.arenas:
+            actions.make_cache(ctx, name, tensors, shape, seed=seed, access=access, aliases=aliases)
+        elif name not in ctx.caches:
+            ctx.caches[name] = actions.register_arena(
+                ctx, ctx.arenas[name], shape, access=access, aliases=aliases
+            )
+    return int(ctx.caches["from"].cache_id)
+
+
+def reopen(ctx: Context) -> tuple[str, int]:
+    """Finalize the engine and open it again; where it listens then."""
+    ctx.engine.finalize()
+    ctx.caches.clear()
+    ctx.engine.initialize()
+    address: tuple[str, int] = ctx.engine.listen_address
+    return address

@@ -48,3 +48,11 @@ def interrupt_pulls(
         if not actions.painted(ctx, name, 0x5A):
             written.append(number)
     return {"kinds": sorted(set(kinds)), "written after": written, "interrupted": interrupted}
+
+
+def unlink(ctx: Context, cluster_id: int, timeout_ms: int) -> actions.Outcome:
+    return actions.attempt(lambda: actions.unlink(ctx, cluster_id, timeout_ms))
+
+
+def drop_cache(ctx: Context, name: str, timeout_ms: int) -> actions.Outcome:
+    return actions.attempt(lambda: actions.drop_cache(ctx, name, timeout_ms))

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import resource
 import time
+from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -139,6 +144,50 @@ def await_pulls(
         gone = await missing()
         ticking.cancel()
         return {"kinds": kinds, "ticks": ticks, "missing": gone}
+
+    return asyncio.run(run())
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """Within it this process cannot open anything."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits[0], 256), limits[1]))
+    try:
+        while True:
+            try:
+                taken.append(os.dup(0))
+            except OSError:
+                break
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def await_without_descriptors(
+    ctx: Context, name: str, cluster_id: int, cache_id: int, count: int
+) -> dict[str, Any]:
+    """Await pulls, one that succeeds and one that fails at a time, while no descriptor is free."""
+    good, kwargs = actions.pull_arguments(ctx, name, cluster_id, cache_id, timeout_ms=10000)
+    bad, _ = actions.pull_arguments(ctx, name, cluster_id, 10**9)
+
+    async def one(args: tuple[Any, ...]) -> str:
+        try:
+            transfer = ctx.engine.pull_kv_cache_async(*args, **kwargs)
+            return type(await asyncio.wait_for(transfer, 10)).__name__
+        except Exception as error:
+            return type(error).__name__
+
+    async def run() -> dict[str, Any]:
+        kinds = []
+        with no_descriptor_left():
+            for _ in range(count):
+                kinds += await asyncio.gather(one(good), one(bad))
+            opened = actions.attempt(lambda: os.close(os.dup(0))).kind
+        return {"kinds": Counter(kinds), "opened": opened}
 
     return asyncio.run(run())
 

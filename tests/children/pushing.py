@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 import model
 from children import actions, blocks, crowd
 from children.actions import ALL, Outcome
 from children.blocks import BlockCase
+from model import Bytes
 
 if TYPE_CHECKING:
     from child import Context
@@ -31,41 +30,30 @@ class PushCase:
     def moved(self) -> int:
         return self.case.moved if self.blocks is None else self.blocks.moved
 
+    def do(self, destination: list[Bytes]) -> None:
+        """Do to `destination` what the push must do."""
+        if self.blocks is None:
+            model.model_pull(self.case, destination)
+        else:
+            blocks.model_pull(self.blocks, destination)
+
 
 def open_destinations(ctx: Context, cases: Sequence[PushCase]) -> list[int]:
     opened = []
     for push in cases:
-        side = push.case.dst
-        arena = model.arena_for(push.case, side, 1)
-        for tensor, raw in enumerate(arena.raws()):
-            model.fill(raw, -1 - tensor)
-        expected = arena.buffer.copy()
-        cache = actions.register_arena(
-            ctx,
-            arena,
-            actions.case_shape(side),
-            side.data_type,
-            access="rw",
-            by_address=side.by_address,
-        )
-        opened.append((push, arena, expected, cache))
+        arena, cache = actions.open_side(ctx, push.case, push.case.dst, "rw")
+        opened.append((push, arena, cache, actions.after(arena, push.do)))
     ctx.values["destinations"] = opened
-    return [int(cache.cache_id) for *_, cache in opened]
+    return [int(cache.cache_id) for _, _, cache, _ in opened]
 
 
 def check_destinations(ctx: Context) -> list[str]:
     """Compare the memory with the model's, guard bytes included; unregister afterwards."""
     problems = []
-    for push, arena, expected, cache in ctx.values.pop("destinations"):
-        tensors = [expected[offset : offset + arena.nbytes] for offset in arena.offsets]
-        if push.blocks is None:
-            model.model_pull(push.case, tensors)
-        else:
-            blocks.model_pull(push.blocks, tensors)
-        if not np.array_equal(arena.buffer, expected):
-            where = int(np.flatnonzero(arena.buffer != expected)[0])
-            count = int((arena.buffer != expected).sum())
-            problems.append(f"{count} wrong bytes, the first at {where} of {arena.offsets}: {push}")
+    for push, arena, cache, expected in ctx.values.pop("destinations"):
+        problem = actions.difference(arena, expected)
+        if problem:
+            problems.append(f"{problem}: {push}")
         ctx.engine.unregister_kv_cache(cache.cache_id)
     return problems
 
@@ -73,30 +61,18 @@ def check_destinations(ctx: Context) -> list[str]:
 def run_cases(
     ctx: Context, cluster_id: int, cases: Sequence[PushCase], cache_ids: Sequence[int], path: str
 ) -> list[str]:
-    problems = []
-    for push, cache_id in zip(cases, cache_ids, strict=True):
-        problem = run_case(ctx, cluster_id, push, cache_id, path)
-        if problem:
-            problems.append(f"{problem}: {push}")
-    return problems
+    def run(push: PushCase, cache_id: int) -> str:
+        return run_case(ctx, cluster_id, push, cache_id, path)
+
+    return actions.problems_of(run, cases, cache_ids)
 
 
 def run_case(ctx: Context, cluster_id: int, push: PushCase, cache_id: int, path: str) -> str:
     import ucxkv
 
     case = push.case
-    arena = model.arena_for(case, case.src, 0)
-    for tensor, raw in enumerate(arena.raws()):
-        model.fill(raw, model.source_seed(case, tensor))
+    arena, cache = actions.open_side(ctx, case, case.src, push.access)
     before = arena.buffer.copy()
-    cache = actions.register_arena(
-        ctx,
-        arena,
-        actions.case_shape(case.src),
-        case.src.data_type,
-        access=push.access,
-        by_address=case.src.by_address,
-    )
     ext = ucxkv.KvCacheExtParam(case.src.layers, case.dst.layers, case.per_layer)
     index = ucxkv.CacheIndex(cluster_id, cache_id, case.dst.slot)
     engine = ctx.engine
@@ -116,16 +92,12 @@ def run_case(ctx: Context, cluster_id: int, push: PushCase, cache_id: int, path:
         return f"{type(error).__name__}: {error}"
     finally:
         engine.unregister_kv_cache(cache.cache_id)
-    if not np.array_equal(arena.buffer, before):
+    if not model.equal(arena.buffer, before):
         return "the source has changed"
-    if report.bytes != push.moved:
-        return f"reported {report.bytes} bytes instead of {push.moved}"
     # Nobody may read a cache of access "" by GET; and an offer may overtake the catalogue, without
     # which there is no GET either.
-    allowed = (path, "stream") if push.access else ("stream",)
-    if push.moved and report.path not in allowed:
-        return f"took path {report.path}"
-    return ""
+    paths = (path, "stream") if push.access else ("stream",)
+    return actions.misreport(report, push.moved, paths)
 
 
 # Single pushes
@@ -164,30 +136,10 @@ def begin(ctx: Context, key: str, name: str, cluster_id: int, cache_id: int, **m
 
 
 def raw_push(ctx: Context, fields: dict[str, Any], twin: bool = False) -> Outcome:
-    """A push whose arguments may be of any type (see actions.raw_pull, of which it is the mirror
-    image: the index is the destination's)."""
-    import ucxkv
-
-    def run() -> Any:
-        index = fields.get("index") or ucxkv.CacheIndex(
-            fields["cluster_id"], fields["dst_id"], fields["dst_slot"]
-        )
-        if "cache" in fields:
-            cache = fields["cache"]
-        elif "src_id" in fields:
-            cache = ucxkv.Cache(cache_id=fields["src_id"])
-        else:
-            cache = ctx.caches[fields["src"]]
-        ext = fields.get("ext") or ucxkv.KvCacheExtParam(
-            fields["src_layers"], fields["dst_layers"], fields["per_layer"]
-        )
-        args = (cache, index, fields["src_slot"], fields["size"], ext)
-        if twin:
-            transfer = ctx.engine.push_kv_cache_async(*args, timeout_ms=fields["timeout_ms"])
-            return transfer.result(30)
-        return ctx.engine.push_kv_cache(*args, timeout_ms=fields["timeout_ms"])
-
-    return actions.attempt(run)
+    """A push whose arguments may be of any type (see actions.raw_call)."""
+    return actions.raw_call(
+        ctx, "push_kv_cache", fields, ("src_slot", "size"), push=True, twin=twin
+    )
 
 
 def raw_pushes(ctx: Context, calls: Sequence[dict[str, Any]], twin: bool = False) -> list[Outcome]:
@@ -222,7 +174,7 @@ def quiesce_and_reuse(
 
 def slot_holds(ctx: Context, name: str, slot: int, slot_bytes: int, value: int) -> bool:
     return ctx.arenas[name].guards_intact() and all(
-        bool((raw[slot * slot_bytes : (slot + 1) * slot_bytes] == value).all())
+        model.is_all(raw[slot * slot_bytes : (slot + 1) * slot_bytes], value)
         for raw in ctx.arenas[name].raws()
     )
 

@@ -9,8 +9,8 @@ import pytest
 
 from children import actions
 from harness import Peer, Proxy, wait_until
+from sleeper import Sleeper
 
-SHAPE = 16, (1, 64 << 20)
 SMALL = 4, (1, 10_000)
 
 
@@ -50,8 +50,9 @@ def test_pulls_go_on(linked: tuple[Peer, Peer, Proxy]) -> None:
 
 def test_a_running_pull_is_not_disturbed(linked: tuple[Peer, Peer, Proxy]) -> None:
     owner, puller, proxy = linked
-    cache_id = owner.call(actions.make_cache, "kv", *SHAPE, seed=1)
-    puller.call(actions.make_cache, "kv", *SHAPE, access="")
+    shape = 4, (1, 16 << 20)
+    cache_id = owner.call(actions.make_cache, "kv", *shape, seed=1, aliases=32)
+    puller.call(actions.make_cache, "kv", *shape, access="", aliases=32)
     puller.call(actions.paint, "kv", 0)
     puller.call(actions.begin, "pull", "kv", 1, cache_id, timeout_ms=20000)
     moving = puller.call(actions.wait_moving, "pull")
@@ -71,17 +72,43 @@ def test_registered_and_unregistered_while_cut(linked: tuple[Peer, Peer, Proxy])
     puller.call(actions.make_cache, "kv", *SMALL, access="")
     assert puller.call(actions.pull, "kv", 1, gone, timeout_ms=5000).ok
     proxy.refusing = True
+    accepted = proxy.accepted
     proxy.cut()
     new = owner.call(actions.make_cache, "new", *SMALL, seed=2)
     owner.call(actions.drop_cache, "gone", 200)
     owner.call(actions.paint, "gone", 0xEE)
-    time.sleep(1)
+    # The first attempts to come back fail.
+    wait_until(lambda: proxy.accepted > accepted + 1, timeout=5)
     proxy.refusing = False
     outcome = puller.call(actions.pull_checked, "kv", 1, new, 2, timeout_ms=8000)
     assert outcome.ok, outcome
     assert outcome.extra["wrong"] == []
     outcome = puller.call(actions.pull, "kv", 1, gone, timeout_ms=5000)
     assert outcome.kind == "KvCacheNotExist", outcome
+
+
+def test_linking_in_vain_while_reconnecting_ends_in_time(
+    sleeper: Sleeper,
+    linked: tuple[Peer, Peer, Proxy],
+) -> None:
+    """The peer is stopped, so that the link can neither come back nor be made anew."""
+    owner, puller, proxy = linked
+    cache_id = owner.call(actions.make_cache, "kv", *SMALL, seed=1)
+    puller.call(actions.make_cache, "kv", *SMALL, access="")
+    # Where the link was dialled, it dials again by itself, and whoever links waits for that.
+    address = proxy.address if proxy.target == owner.address else owner.address
+    with owner.stopped():
+        assert proxy.cut() == 1
+        wait_until(lambda: puller.call(actions.links) == {1: "reconnecting"}, timeout=2)
+        for _ in range(3):
+            outcome = puller.call(actions.try_link, [(1, address)], timeout_ms=500, timeout=5)
+            assert outcome.kind == "LinkFailed", outcome
+            assert 0.5 <= outcome.seconds < 1 + sleeper.late, outcome
+    # It comes back by itself, or by another call.
+    puller.call(actions.try_link, [(1, address)], timeout_ms=5000)
+    outcome = puller.call(actions.pull_checked, "kv", 1, cache_id, 1, timeout_ms=5000)
+    assert outcome.ok, outcome
+    assert outcome.extra["wrong"] == []
 
 
 @pytest.mark.slow

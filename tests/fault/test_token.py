@@ -14,7 +14,7 @@ def test_messages_without_the_token() -> None:
     with (
         Peer(1, name="owner") as owner,
         Peer(2, name="puller", listen=False) as puller,
-        Peer(3, name="stranger", engine=False) as intruder,
+        Peer(3, name="stranger", engine=False, fresh=True) as intruder,
     ):
         puller.link(owner)
         cache_id = owner.call(actions.make_cache, "kv", 4, (2, 100_000), seed=1)

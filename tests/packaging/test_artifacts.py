@@ -14,8 +14,11 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from build import ProjectBuilder
+from build.env import DefaultIsolatedEnv
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = (".git", "build", "dist", "*.egg-info", "__pycache__", "*.so", ".*_cache", ".venv")
@@ -89,22 +92,34 @@ class Built:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """As `python -m build` makes them, but both in one isolated environment."""
     folder = tmp_path_factory.mktemp("build")
     tree = folder / "tree"
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*LEFT_OUT))
     out = folder / "out"
-    run([sys.executable, "-m", "build", "--sdist", "--outdir", out, tree], folder)
-    (sdist,) = out.glob("*.tar.gz")
-    run(["tar", "xzf", sdist], folder)
-    unpacked = folder / sdist.name.removesuffix(".tar.gz")
-    files = frozenset(
-        file.relative_to(unpacked).as_posix() for file in unpacked.rglob("*") if file.is_file()
-    )
-    run([sys.executable, "-m", "build", "--wheel", "--outdir", out, unpacked], folder)
-    (wheel,) = out.glob("*.whl")
+    with DefaultIsolatedEnv() as env:
+        sdist = build(env, "sdist", tree, out)
+        run(["tar", "xzf", sdist], folder)
+        unpacked = folder / sdist.name.removesuffix(".tar.gz")
+        files = frozenset(
+            file.relative_to(unpacked).as_posix() for file in unpacked.rglob("*") if file.is_file()
+        )
+        wheel = build(env, "wheel", unpacked, out)
     with zipfile.ZipFile(wheel) as packed:
         content = frozenset(packed.namelist())
     return Built(unpacked, wheel, files, content)
+
+
+def build(env: DefaultIsolatedEnv, what: Literal["sdist", "wheel"], tree: Path, out: Path) -> Path:
+    def backend(
+        command: Sequence[str], cwd: str | None = None, more: Mapping[str, str] | None = None
+    ) -> None:
+        run(command, Path(cwd or tree), more)
+
+    builder = ProjectBuilder.from_isolated_env(env, tree, runner=backend)
+    env.install(builder.build_system_requires)
+    env.install(builder.get_requires_for_build(what))
+    return Path(builder.build(what, out))
 
 
 @dataclass(frozen=True)
@@ -122,12 +137,17 @@ class Installed:
         return found
 
 
+def pip_for(python: Path) -> list[str | Path]:
+    """The command that installs into another environment, which needs no pip of its own."""
+    return [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+
+
 @pytest.fixture(scope="module")
 def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
     folder = tmp_path_factory.mktemp("installed")
-    venv.create(folder / "venv", with_pip=True)
+    venv.create(folder / "venv")
     scripts = folder / "venv/bin"
-    run([scripts / "python", "-m", "pip", "install", "--quiet", built.wheel], folder)
+    run([*pip_for(scripts / "python"), built.wheel], folder)
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     yield Installed(scripts / "python", scripts / "ucxkv", elsewhere)
@@ -276,7 +296,7 @@ with LlmDataDist(1, options=Options(listen="127.0.0.1:0")):
 )
 def test_the_source_tree_installs_in_place(built: Built, installed: Installed) -> None:
     """An editable install; the last test here, because it replaces the wheel that is installed."""
-    pip = [installed.python, "-m", "pip", "install", "--quiet", "--no-deps"]
+    pip = [*pip_for(installed.python), "--no-deps"]
     run([*pip, "--editable", built.unpacked], built.unpacked.parent)
     code = "import ucxkv, ucxkv.engine; print(ucxkv.__file__, ucxkv.engine.__file__)"
     found = run([installed.python, "-c", code], installed.elsewhere).stdout.split()

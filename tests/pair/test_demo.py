@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 import ucxkv
+from ucxkv import cli
 from ucxkv.cli import PROMPT
 
 # Small enough to be over in a moment, large enough for every kind of layer and head.
@@ -125,6 +126,24 @@ def quiet(stderr: str) -> bool:
     """Whether there is nothing but progress in it, which a slow machine makes."""
     line = r"(prefill|decode|one process): [a-z ]+, \d+ %\n"
     return re.fullmatch(f"({line})*", stderr) is not None
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what starts no process of its own: the folder and environment of the others."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("UCXKV_PATH", raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """The exit code of the command line, run in this process, and what it has printed."""
+    try:
+        code = cli.main(arguments)
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    out, err = capsys.readouterr()
+    return code, out, err
 
 
 def narrow(text: str) -> bool:
@@ -366,40 +385,42 @@ def test_a_ucx_that_cannot_be_used_is_told_in_a_line(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_work_is_said_at_once(
-    tmp_path: Path, arguments: list[str], message: str
+    here: None, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    ran = demo(tmp_path, *arguments)
-    assert ran.returncode == 2
-    assert message in ran.stderr.replace("\n", " ")
-    assert narrow(ran.stderr)
-    assert ran.stdout == ""
+    code, out, err = command(capsys, "demo", *SMALL, *arguments)
+    assert code == 2
+    assert message in err.replace("\n", " ")
+    assert narrow(err)
+    assert out == ""
 
 
-def test_more_than_the_memory_is_refused(tmp_path: Path) -> None:
-    ran = demo(tmp_path, "--max-tokens", "1000000000")
-    assert ran.returncode == 1
-    assert "GB of memory, but only" in ran.stderr
+def test_more_than_the_memory_is_refused(here: None, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = command(capsys, "demo", *SMALL, "--max-tokens", "1000000000")
+    assert code == 1
+    assert "GB of memory, but only" in err
 
 
-def test_contradicting_paths_are_refused(tmp_path: Path) -> None:
-    ran = demo(tmp_path, "--path", "get", UCXKV_PATH="stream")
-    assert ran.returncode == 2
-    assert "--path get contradicts the environment's UCXKV_PATH=stream" in ran.stderr
+def test_contradicting_paths_are_refused(
+    here: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCXKV_PATH", "stream")
+    code, _, err = command(capsys, "demo", *SMALL, "--path", "get")
+    assert code == 2
+    assert "--path get contradicts the environment's UCXKV_PATH=stream" in err
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["info", "--help"]])
-def test_help_fits_a_terminal(tmp_path: Path, arguments: list[str]) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "ucxkv", *arguments],
-        cwd=tmp_path,
-        env=environment(COLUMNS="200"),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=True,
-    )
-    assert ran.stdout.startswith("usage: ucxkv")
-    assert narrow(ran.stdout)
+def test_help_fits_a_terminal(
+    here: None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = command(capsys, *arguments)
+    assert code == 0
+    assert out.startswith("usage: ucxkv")
+    assert narrow(out)
 
 
 def test_version_names_the_ucx_in_use(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from children import actions, landing
 from harness import Peer, rounds
+from sleeper import Sleeper
 
 ROUNDS = rounds(200)
 LAYERS = 32
@@ -64,14 +65,16 @@ def test_wait_for_a_layer(pair: tuple[Peer, Peer]) -> None:
         peer.call(actions.drop_cache, "kv")
 
 
-def test_waiting_for_a_layer_of_a_failed_pull_raises(pair: tuple[Peer, Peer]) -> None:
+def test_waiting_for_a_layer_of_a_failed_pull_raises(
+    sleeper: Sleeper, pair: tuple[Peer, Peer]
+) -> None:
     owner, puller = pair
     shape = 2, (1, 16 << 20)
     cache_id = owner.call(actions.make_cache, "kv", *shape, seed=3, aliases=400)
     puller.call(actions.make_cache, "kv", *shape, access="", aliases=400)
     outcome = puller.call(landing.wait_for_last_layer, "kv", 1, cache_id, 300)
     assert outcome.kind == "LlmTimeout", outcome
-    assert 0.3 <= outcome.seconds < 1
+    assert 0.3 <= outcome.seconds < 1 + sleeper.late
     for peer in pair:
         peer.call(actions.drop_cache, "kv")
 
@@ -88,3 +91,22 @@ def test_await(pair: tuple[Peer, Peer]) -> None:
     assert puller.call(actions.wrong_tensors, "kv", 9) == []
     for peer in pair:
         peer.call(actions.drop_cache, "kv")
+
+
+def test_await_without_a_free_descriptor(path: str) -> None:
+    """Awaiting takes a descriptor for each transfer, and does without where there is none."""
+    with (
+        Peer(1, path=path, name="owner") as owner,
+        Peer(2, path=path, name="puller", listen=False, fresh=True) as puller,
+    ):
+        puller.link(owner)
+        # Large enough to be under way when it is awaited.
+        shape = 2, (1, 16 << 20)
+        cache_id = owner.call(actions.make_cache, "kv", *shape, seed=9, aliases=4)
+        puller.call(actions.make_cache, "kv", *shape, access="", aliases=4)
+        assert puller.call(actions.pull, "kv", 1, cache_id, timeout_ms=5000).ok
+        puller.call(actions.paint, "kv", 0)
+        found = puller.call(landing.await_without_descriptors, "kv", 1, cache_id, 5)
+        assert found["opened"] == "OSError"
+        assert found["kinds"] == {"TransferReport": 5, "KvCacheNotExist": 5}
+        assert puller.call(actions.wrong_tensors, "kv", 9) == []

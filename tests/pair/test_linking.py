@@ -132,9 +132,9 @@ def test_unlink(two: tuple[Peer, Peer]) -> None:
 @pytest.mark.parametrize("force", [False, True], ids=["patient", "force"])
 def test_unlink_under_a_pull(pair: tuple[Peer, Peer], force: bool) -> None:
     owner, puller = pair
-    shape = 8, (1, 32 << 20)
-    cache_id = owner.call(actions.make_cache, "kv", *shape, seed=1)
-    puller.call(actions.make_cache, "kv", *shape, access="")
+    shape = 8, (1, 8 << 20)
+    cache_id = owner.call(actions.make_cache, "kv", *shape, seed=1, aliases=8)
+    puller.call(actions.make_cache, "kv", *shape, access="", aliases=8)
     puller.call(actions.paint, "kv", 0)
     puller.call(actions.begin, "pull", "kv", 1, cache_id, timeout_ms=20000)
     assert puller.call(actions.wait_moving, "pull")
