@@ -224,7 +224,7 @@ def test_receiver_stopped_then_quiesced(pair: tuple[Peer, Peer], when: str) -> N
     target = receiver.call(actions.make_cache, "into", 16, (slots, slot_bytes), access="rw")
     sender.call(actions.make_cache, "from", 16, (slots, slot_bytes), seed=3)
     kinds = []
-    for number in range(REUSE_ROUNDS // 2):
+    for number in range(REUSE_ROUNDS):
         slot = number % slots
         if when == "before":
             receiver.stop()
