@@ -118,16 +118,25 @@ cdef class Side:
 
 
 def distinct(const uint32_t[::1] blocks not None):
-    """Whether no number occurs twice; takes a bit of memory for each number up to the largest."""
+    """Whether no number occurs twice.
+
+    Takes a bit of memory for each number up to the largest, and none where they ascend.
+    """
     cdef uint64_t largest = 0
     cdef uint64_t* seen
     cdef uint64_t bit
     cdef Py_ssize_t i
+    cdef bint ascending = True
     cdef bint result = True
     with nogil:
         for i in range(blocks.shape[0]):
-            if blocks[i] > largest:
+            if i == 0 or blocks[i] > largest:
                 largest = blocks[i]
+            else:
+                ascending = False
+    if ascending:
+        return True
+    with nogil:
         seen = <uint64_t*>calloc(largest // 64 + 1, sizeof(uint64_t))
         if seen != NULL:
             for i in range(blocks.shape[0]):

@@ -203,3 +203,10 @@ def push_at_once(ctx: Context, jobs: Sequence[tuple[str, int, int, int]], count:
         return ""
 
     return crowd.together([lambda one=one: job(*one) for one in jobs])
+
+
+def totals(ctx: Context, cluster_id: int) -> dict[str, Any]:
+    """What stats() and links() say has been done, in all and over the link to a cluster."""
+    stats = ctx.engine.stats()
+    info = next(one for one in ctx.engine.links() if one.cluster_id == cluster_id)
+    return {"engine": stats, "of_link": stats.links[cluster_id], "info": info.stats}

@@ -20,11 +20,15 @@ FEATURE_AM = 1 << 6
 PARAM_FEATURES = 1 << 0
 EP_REMOTE_ADDRESS = 1 << 0
 MESSAGES = range(20)
+REQUEST_MESSAGE, NOTICE_MESSAGE, NOTED_MESSAGE = 3, 13, 14
 # The front of every message: slot, status, token, number of the transfer.
 HEAD = struct.Struct("<IIQQ")
 # A request behind its head: cache id, generation, word slot, first tensor, tensors, has blocks,
-# block, number of blocks, bytes of each, start, number of the offer it answers.
-REQUEST = struct.Struct("<qQIIIIQQQQQ")
+# block, number of blocks, bytes of each, start, number of the offer it answers, word of a hold and
+# its slot.
+REQUEST = struct.Struct("<qQIIIIQQQQQQI4x")
+# A notice behind its head, whose transfer is its number: word of a hold and its slot.
+NOTICE = struct.Struct("<QI4x")
 
 
 def data_plane(ctx: Context, cluster_id: int) -> dict[str, Any]:
@@ -40,11 +44,15 @@ def data_plane(ctx: Context, cluster_id: int) -> dict[str, Any]:
         }
         for entry in running.catalogue.snapshot()
     ]
+    hold = ctx.values.setdefault(
+        "hold", ctx.engine.hold(next(iter(ctx.caches.values())), None, 600_000)
+    )
     return {
         "address": running.native.worker_address(0),
         "slot": link.native.slot,
         "token": link.native.token,
         "caches": caches,
+        "hold": (hold._native.word, hold._native.slot),
     }
 
 
@@ -53,6 +61,11 @@ def drops(ctx: Context, cluster_id: int) -> tuple[int, int]:
     running = ctx.engine._running
     link = running.links.lookup(cluster_id)
     return running.native.totals()["dropped"], link.native.totals()["dropped"]
+
+
+def told(ctx: Context) -> tuple[int, str | None]:
+    """Notices that have come, and how the hold has ended, if it has."""
+    return ctx.engine.stats().notices_received, ctx.values["hold"].outcome
 
 
 class Sender:
@@ -127,15 +140,15 @@ class Sender:
 
 
 def intrude(ctx: Context, plane: dict[str, Any], count: int) -> int:
-    """Send `count` messages that carry no valid token: well-formed requests, chunks for possible
-    transfers, heads of every length, noise."""
+    """Send `count` messages that carry no valid token: well-formed requests and notices, which name
+    a hold that there is, chunks for possible transfers, heads of every length, noise."""
     rng = random.Random(11)
     sender = Sender(plane["address"])
     for number in range(count):
         token = rng.choice([0, plane["token"] ^ 1, plane["token"] ^ (1 << 63), rng.getrandbits(64)])
         slot = rng.choice([plane["slot"], plane["slot"] + 1, 8191, 8192, 2**32 - 1])
         head = HEAD.pack(slot, 0, token, rng.choice([0, 1, rng.getrandbits(64)]))
-        kind = number % 4
+        kind = number % 5
         if kind == 0:
             cache = rng.choice(plane["caches"])
             request = REQUEST.pack(
@@ -150,11 +163,18 @@ def intrude(ctx: Context, plane: dict[str, Any], count: int) -> int:
                 cache["block_bytes"],
                 0,
                 0,
+                *rng.choice([(0, 0), plane["hold"]]),
             )
-            sender.send(3, head + request)
+            sender.send(REQUEST_MESSAGE, head + request)
         elif kind == 1:
             sender.send(rng.choice(MESSAGES), head, rng.randbytes(rng.choice([0, 8, 1000])))
         elif kind == 2:
+            head = HEAD.pack(slot, 0, token, rng.choice([1, 2, 100]))
+            if rng.random() < 0.5:
+                sender.send(NOTED_MESSAGE, head)
+            else:
+                sender.send(NOTICE_MESSAGE, head + NOTICE.pack(*plane["hold"]), b"mine now")
+        elif kind == 3:
             size = rng.randrange(len(head) + 100)
             sender.send(rng.choice(MESSAGES), (head + rng.randbytes(100))[:size])
         else:

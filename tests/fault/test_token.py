@@ -18,7 +18,7 @@ def test_messages_without_the_token() -> None:
     ):
         puller.link(owner)
         cache_id = owner.call(actions.make_cache, "kv", 4, (2, 100_000), seed=1)
-        puller.call(actions.make_cache, "kv", 4, (2, 100_000), access="")
+        puller.call(actions.make_cache, "kv", 4, (2, 100_000))
         assert puller.call(actions.pull, "kv", 1, cache_id, timeout_ms=5000).ok
         for target, other in ((owner, 2), (puller, 1)):
             plane = target.call(stranger.data_plane, other)
@@ -34,6 +34,7 @@ def test_messages_without_the_token() -> None:
             # Those for numbers that no message has are dropped by UCX itself.
             assert nobody > sent // 8
             assert wrong > sent // 20
+            assert target.call(stranger.told) == (0, None)
         for peer, other in ((owner, 2), (puller, 1)):
             assert peer.call(actions.links) == {other: "up"}
         assert puller.call(actions.wrong_slots, "kv", 1, 0, 100_000) == []

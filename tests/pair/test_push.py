@@ -29,23 +29,19 @@ FEATURE_NOT_ENABLED = 0x5010B019
 # Random geometry
 
 
-def slot_case(seed: int) -> PushCase:
-    rng = random.Random(f"push {seed}")
-    return PushCase(
-        model.random_case(seed + 100_000, budget=2 << 20),
-        None,
-        access=rng.choice(["r", "rw", ""]),
-        twin=rng.random() < 0.2,
-    )
-
-
-def block_case(seed: int) -> PushCase:
-    rng = random.Random(f"push blocks {seed}")
-    one = test_blocks.random_case(seed + 100_000)
-    if one.src_blocks is None:
+def random_case(seed: int, form: str) -> PushCase:
+    """A push of a slot, of blocks, or of the continuous slot 0 to blocks, that must succeed."""
+    rng = random.Random(f"push {form} {seed}")
+    blocks = None if form == "slots" else test_blocks.random_case(seed + 100_000, form)
+    if blocks is None:
+        case = model.random_case(seed + 100_000, budget=2 << 20)
+    elif form == "continuous":
         # A push names no source slot.
-        one = replace(one, case=replace(one.case, src=replace(one.case.src, slot=0)))
-    return PushCase(one.case, one, access=rng.choice(["r", "rw", ""]), twin=rng.random() < 0.2)
+        case = replace(blocks.case, src=replace(blocks.case.src, slot=0))
+        blocks = replace(blocks, case=case)
+    else:
+        case = blocks.case
+    return PushCase(case, blocks, access=rng.choice(["r", "rw", ""]), twin=rng.random() < 0.2)
 
 
 def run(pair: tuple[Peer, Peer], cases: list[PushCase], path: str) -> list[str]:
@@ -60,9 +56,9 @@ def run(pair: tuple[Peer, Peer], cases: list[PushCase], path: str) -> list[str]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("what", [slot_case, block_case], ids=["slots", "blocks"])
-def test_random_geometry(pair: tuple[Peer, Peer], path: str, what: Any) -> None:
-    problems = run(pair, [what(seed) for seed in range(CASES)], path)
+@pytest.mark.parametrize("form", ["slots", *test_blocks.FORMS])
+def test_random_geometry(pair: tuple[Peer, Peer], path: str, form: str) -> None:
+    problems = run(pair, [random_case(seed, form) for seed in range(CASES)], path)
     assert not problems, f"{len(problems)} problems, the first: {problems[0]}"
 
 
@@ -231,7 +227,7 @@ def test_receiver_stopped_then_quiesced(
     target = receiver.call(actions.make_cache, "into", 16, (slots, slot_bytes), access="rw")
     sender.call(actions.make_cache, "from", 16, (slots, slot_bytes), seed=3)
     kinds = []
-    for number in range(REUSE_ROUNDS // 2):
+    for number in range(REUSE_ROUNDS):
         slot = number % slots
         if when == "before":
             receiver.stop()

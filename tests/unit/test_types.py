@@ -25,6 +25,8 @@ from ucxkv.types import (
     LinkResult,
     LlmRole,
     TransferReport,
+    TransferStats,
+    transfer_totals,
 )
 
 STATUSES = {
@@ -41,6 +43,8 @@ STATUSES = {
     "FEATURE_NOT_ENABLED": (0x5010B019, errors.FeatureNotEnabled, errors.LlmError),
     "TIMEOUT": (0x5010B01A, errors.LlmTimeout, TimeoutError),
     "OUT_OF_MEMORY": (0x5010B01C, errors.LlmOutOfMemory, MemoryError),
+    # Not LLM-DataDist's, and apart from its numbers.
+    "HOLD_ENDED": (0x5010B101, errors.HoldEnded, errors.LlmError),
 }
 
 
@@ -169,23 +173,39 @@ def test_description_from_tensors() -> None:
         CacheDesc.from_tensors([object()])
 
 
-def test_stats_from_totals() -> None:
-    totals = {
-        "transfers": 10,
-        "bytes": 100,
-        "spans": 12,
-        "failed": 0,
-        "not_exist": 2,
-        "timeouts": 1,
-        "not_linked": 0,
-        "latency_ns": {1000: 90, 2000: 9, 5000: 1},
-        "dropped": 3,
+COUNTED = {
+    "transfers": 10,
+    "spans": 12,
+    "bytes_get": 100,
+    "bytes_stream": 20,
+    "bytes_pushed": 3,
+    "bytes_served": 5000,
+    "failures": {0x5010B002: 2, 0x5010B01A: 1, 0x5010B101: 4},
+    "latency_ns": {1000.0: 90, 2000.0: 9, 5000.0: 1},
+}
+
+
+def test_stats_from_what_was_counted() -> None:
+    stats = TransferStats(**transfer_totals(COUNTED))
+    assert stats.failures == {
+        Status.KV_CACHE_NOT_EXIST: 2,
+        Status.TIMEOUT: 1,
+        Status.HOLD_ENDED: 4,
     }
-    stats = EngineStats.from_totals(totals)
-    assert stats.failures == {Status.KV_CACHE_NOT_EXIST: 2, Status.TIMEOUT: 1}
+    assert all(isinstance(status, Status) for status in stats.failures)
     assert stats.latency == pytest.approx({"p50": 1e-6, "p90": 1e-6, "p99": 2e-6})
-    assert (stats.transfers, stats.bytes, stats.spans, stats.dropped) == (10, 100, 12, 3)
-    assert EngineStats.from_totals(totals | {"latency_ns": {}}).latency == {}
+    assert (stats.transfers, stats.spans) == (10, 12)
+    assert (stats.bytes_get, stats.bytes_stream, stats.bytes_pushed) == (100, 20, 3)
+    assert stats.bytes == 123
+    assert stats.bytes_served == 5000
+
+
+def test_stats_of_nothing() -> None:
+    stats = TransferStats(**transfer_totals(COUNTED | {"latency_ns": {}, "failures": {}}))
+    assert stats.latency == {}
+    assert stats.failures == {}
+    assert TransferStats() == TransferStats(0, 0, 0, 0, 0, 0, {}, {})
+    assert EngineStats().links == {}
 
 
 def test_every_public_name_is_there_and_documented() -> None:
