@@ -380,3 +380,15 @@ def take_in_fork(ctx: Context) -> list[tuple[str, str, str]]:
         said = pickle.load(pipe)
     os.waitpid(pid, 0)
     return said
+
+
+def watch_counts(ctx: Context) -> tuple[int, int, int]:
+    """Read the counters without a pause until `end_collecting`: the largest `queued` and `waiting`
+    there were, and how often they were read."""
+    most_queued = most_waiting = reads = 0
+    while not ctx.stop.is_set():
+        _, queued, waiting = counts(ctx)
+        most_queued = max(most_queued, queued)
+        most_waiting = max(most_waiting, waiting)
+        reads += 1
+    return most_queued, most_waiting, reads

@@ -29,6 +29,18 @@ def cache(pair: tuple[Peer, Peer]) -> int:
     return int(owner.call(actions.make_cache, "kv", *SMALL, seed=1))
 
 
+@pytest.fixture(scope="module")
+def other(path: str) -> Iterator[tuple[Peer, Peer, int]]:
+    """(another owner, with room for one notice, a puller of it, the id of its only cache)."""
+    with (
+        Peer(1, path=path, name="other owner", options={"notice_queue": 1}) as owner,
+        Peer(2, path=path, name="other puller", listen=False) as puller,
+    ):
+        puller.link(owner)
+        puller.call(actions.make_cache, "kv", *SMALL, access="")
+        yield owner, puller, owner.call(actions.make_cache, "kv", *SMALL, seed=1)
+
+
 def pull(puller: Peer, cache_id: int, hold: Any, **more: Any) -> Outcome:
     outcome: Outcome = puller.call(
         noticing.pull, "kv", 1, cache_id, more.pop("notice", None), hold, timeout_ms=5000, **more
@@ -139,24 +151,16 @@ def test_context_manager(pair: tuple[Peer, Peer], cache: int) -> None:
     assert ends == [None, "released", "released", "RuntimeError", "expired"]
 
 
-def test_a_full_queue_does_not_keep_it(path: str) -> None:
+def test_a_full_queue_does_not_keep_it(other: tuple[Peer, Peer, int]) -> None:
     """The notice has come, though the application has not taken those before it."""
-    with (
-        Peer(1, path=path, name="owner", options={"notice_queue": 1}) as owner,
-        Peer(2, path=path, name="puller", listen=False) as puller,
-    ):
-        puller.link(owner)
-        cache_id = owner.call(actions.make_cache, "kv", *SMALL, seed=1)
-        puller.call(actions.make_cache, "kv", *SMALL, access="")
-        assert pull(puller, cache_id, None, notice=b"first").ok
-        token = owner.call(holding.make, "hold", "kv", 0, LONG)
-        waiting = puller.start(
-            noticing.pull, "kv", 1, cache_id, b"second", token, timeout_ms=20_000
-        )
-        wait_until(lambda: owner.call(holding.look, "hold") == (False, "noticed"))
-        assert not waiting.done()
-        assert owner.call(noticing.take, 500) == [(2, b"first"), (2, b"second")]
-        assert waiting.result().ok
+    owner, puller, cache_id = other
+    assert pull(puller, cache_id, None, notice=b"first").ok
+    token = owner.call(holding.make, "hold", "kv", 0, LONG)
+    waiting = puller.start(noticing.pull, "kv", 1, cache_id, b"second", token, timeout_ms=20_000)
+    wait_until(lambda: owner.call(holding.look, "hold") == (False, "noticed"))
+    assert not waiting.done()
+    assert owner.call(noticing.take, 500) == [(2, b"first"), (2, b"second")]
+    assert waiting.result().ok
 
 
 def test_finalized(path: str) -> None:
@@ -220,7 +224,7 @@ def test_many_expire_in_time(pair: tuple[Peer, Peer], cache: int) -> None:
     assert found["samples"] > 20
     assert found["ends"] == {"expired"}
     assert found["early"] == found["wrong"] == 0, found
-    assert found["late"] <= 0.05 + found["sleeper"], found
+    assert found["late"] <= 0.05 + 2 * found["sleeper"], found
     assert owner.call(holding.count) == 0
 
 
@@ -251,22 +255,22 @@ def test_a_pull_that_fails_leaves_it(pair: tuple[Peer, Peer], cache: int) -> Non
     assert owner.call(noticing.take) == []
 
 
-def test_tokens_of_something_else(path: str, pair: tuple[Peer, Peer], cache: int) -> None:
+def test_tokens_of_something_else(
+    pair: tuple[Peer, Peer], cache: int, other: tuple[Peer, Peer, int]
+) -> None:
     owner, puller = pair
-    other = owner.call(actions.make_cache, "other", *SMALL)
+    owner.call(actions.make_cache, "other", *SMALL)
     of_other = owner.call(holding.make, "hold of other", "other", None, LONG)
     good = owner.call(holding.make, "hold", "kv", None, LONG)
     for _ in range(2):
         check_ended(pull(puller, cache, of_other, notice=b"no"))
         owner.call(actions.drop_cache, "other")
-        other, earlier = owner.call(actions.make_cache, "other", *SMALL), of_other
+        again, earlier = owner.call(actions.make_cache, "other", *SMALL), of_other
         of_other = owner.call(holding.make, "hold of other", "other", None, LONG)
-        check_ended(pull(puller, other, earlier, notice=b"no"))
-    with Peer(9, path=path, name="stranger") as stranger:
-        stranger.call(actions.make_cache, "kv", *SMALL)
-        check_ended(
-            pull(puller, cache, stranger.call(holding.make, "hold", "kv", None, LONG), notice=b"no")
-        )
+        check_ended(pull(puller, again, earlier, notice=b"no"))
+    of_stranger = other[0].call(holding.make, "hold", "kv", None, LONG)
+    check_ended(pull(puller, cache, of_stranger, notice=b"no"))
+    other[0].call(holding.release, "hold")
     # Right but for the word.
     check_ended(pull(puller, cache, owner.call(holding.forged, good, word=5), notice=b"no"))
     check_ended(pull(puller, cache, owner.call(holding.forged, good, slot=60_000)))
@@ -353,27 +357,22 @@ def test_for_ever(pair: tuple[Peer, Peer], cache: int, ttl_ms: float) -> None:
     owner.call(holding.release, "hold")
 
 
-def test_no_word_is_left(path: str) -> None:
-    with (
-        Peer(1, path=path, name="owner") as owner,
-        Peer(2, path=path, name="puller", listen=False) as puller,
-    ):
-        puller.link(owner)
-        cache_id = owner.call(actions.make_cache, "kv", *SMALL, seed=1)
-        puller.call(actions.make_cache, "kv", *SMALL, access="")
-        found = owner.call(holding.exhaust, "kv", timeout=60)
-        assert found == {
-            "count": 65_534,
-            "full": "LlmOutOfMemory",
-            "cache": "LlmOutOfMemory",
-            "one": "ok",
-            "again": "LlmOutOfMemory",
-            "tokens": 65_534,
-            "held": 65_534,
-            "left": 2,
-        }
-        assert pull(puller, cache_id, None).ok
-        assert owner.call(actions.make_cache, "after", *SMALL) > cache_id
+def test_no_word_is_left(other: tuple[Peer, Peer, int]) -> None:
+    owner, puller, cache_id = other
+    found = owner.call(holding.exhaust, "kv", timeout=60)
+    assert found == {
+        "count": 65_534,
+        "full": "LlmOutOfMemory",
+        "cache": "LlmOutOfMemory",
+        "one": "ok",
+        "again": "LlmOutOfMemory",
+        "tokens": 65_534,
+        "held": 65_534,
+        "left": 2,
+    }
+    assert pull(puller, cache_id, None).ok
+    assert owner.call(actions.make_cache, "after", *SMALL) > cache_id
+    owner.call(actions.drop_cache, "after")
 
 
 def test_a_forked_child_has_none(pair: tuple[Peer, Peer], cache: int) -> None:

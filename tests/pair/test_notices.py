@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections import Counter
@@ -53,8 +54,8 @@ def cache(pair: tuple[Peer, Peer]) -> int:
     return int(owner.call(actions.make_cache, "kv", *SMALL, seed=1))
 
 
-@pytest.fixture
-def narrow(path: str) -> Iterator[tuple[Peer, Peer, int]]:
+@contextlib.contextmanager
+def narrow_pair(path: str) -> Iterator[tuple[Peer, Peer, int]]:
     """(owner with room for 4 notices, puller, id of a cache)."""
     with (
         Peer(1, path=path, name="owner", options={"notice_queue": 4}) as owner,
@@ -63,6 +64,30 @@ def narrow(path: str) -> Iterator[tuple[Peer, Peer, int]]:
         puller.link(owner)
         puller.call(actions.make_cache, "kv", *SMALL, access="")
         yield owner, puller, owner.call(actions.make_cache, "kv", *SMALL, seed=1)
+
+
+@pytest.fixture(scope="module")
+def narrow(path: str) -> Iterator[tuple[Peer, Peer, int]]:
+    with narrow_pair(path) as found:
+        yield found
+
+
+@pytest.fixture
+def doomed(path: str) -> Iterator[tuple[Peer, Peer, int]]:
+    with narrow_pair(path) as found:
+        yield found
+
+
+class Counts:
+    """The owner's counters of notices; those received are counted from now on."""
+
+    def __init__(self, owner: Peer) -> None:
+        self.owner = owner
+        self.before = owner.call(noticing.counts)[0]
+
+    def __call__(self) -> tuple[int, int, int]:
+        received, queued, waiting = self.owner.call(noticing.counts)
+        return received - self.before, queued, waiting
 
 
 def check_storm(
@@ -241,24 +266,29 @@ def make_endless(owner: Peer, puller: Peer) -> int:
     return int(owner.call(actions.make_cache, "endless", 2, (1, 16 << 20), aliases=aliases))
 
 
-@pytest.mark.parametrize("stopped", ["owner", "puller"])
-def test_killed_before_completion(path: str, stopped: str) -> None:
-    with Peer(1, path=path, name="owner") as owner, Peer(2, path=path, listen=False) as puller:
-        puller.link(owner)
-        endless = make_endless(owner, puller)
-        puller.call(noticing.begin, "pull", "endless", 1, endless, b"never", timeout_ms=30_000)
-        assert puller.call(actions.wait_moving, "pull", 1 << 20)
-        (owner if stopped == "owner" else puller).stop()
-        time.sleep(0.05)
-        puller.kill()
-        owner.resume()
-        assert owner.call(noticing.take, 500) == []
-        assert owner.call(noticing.counts) == (0, 0, 0)
+def test_killed_before_completion(path: str) -> None:
+    with Peer(1, path=path, name="owner") as owner:
+        for stopped in ("owner", "puller"):
+            with Peer(2, path=path, name="puller", listen=False) as puller:
+                puller.link(owner)
+                endless = make_endless(owner, puller)
+                puller.call(
+                    noticing.begin, "pull", "endless", 1, endless, b"never", timeout_ms=30_000
+                )
+                assert puller.call(actions.wait_moving, "pull", 1 << 20)
+                (owner if stopped == "owner" else puller).stop()
+                time.sleep(0.05)
+                puller.kill()
+                owner.resume()
+                assert owner.call(noticing.take, 500) == []
+                assert owner.call(noticing.counts) == (0, 0, 0)
+                owner.call(actions.drop_cache, "endless")
 
 
 def test_a_full_queue(narrow: tuple[Peer, Peer, int]) -> None:
     """Pulls wait for room, within their deadlines; what was confirmed is not lost."""
     owner, puller, cache_id = narrow
+    counts = Counts(owner)
     for number in range(4):
         notice = b"%d" % number
         assert puller.call(noticing.pull, "kv", 1, cache_id, notice, timeout_ms=5000).ok
@@ -266,12 +296,12 @@ def test_a_full_queue(narrow: tuple[Peer, Peer, int]) -> None:
     assert outcome.kind == "LlmTimeout", outcome
     assert "notice" in outcome.message
     assert 0.2 <= outcome.seconds <= 0.25 + outcome.extra["late"], outcome
-    assert owner.call(noticing.counts) == (5, 4, 1)
+    assert counts() == (5, 4, 1)
     waiting = puller.start(noticing.pull, "kv", 1, cache_id, b"5", timeout_ms=20_000)
-    wait_until(lambda: owner.call(noticing.counts) == (6, 4, 2))
+    wait_until(lambda: counts() == (6, 4, 2))
     assert owner.call(noticing.take, 0, 1) == [(2, b"0")]
     # That of the pull that timed out has come before, and takes the place.
-    wait_until(lambda: owner.call(noticing.counts) == (6, 4, 1))
+    wait_until(lambda: counts() == (6, 4, 1))
     time.sleep(0.05)
     assert not waiting.done()
     assert owner.call(noticing.take, 0, 1) == [(2, b"1")]
@@ -284,26 +314,56 @@ def test_a_full_queue(narrow: tuple[Peer, Peer, int]) -> None:
 def test_an_owner_that_never_reads(narrow: tuple[Peer, Peer, int]) -> None:
     """What it has to keep is bounded, and what it was never told it does not hear later."""
     owner, puller, cache_id = narrow
+    counts = Counts(owner)
     puller.call(noticing.begin_many, "kv", 1, cache_id, "first", 200, timeout_ms=1000)
     wait_until(lambda: puller.call(noticing.landed, "first") == 200)
     outcomes = puller.call(noticing.finish_many, "first")
     kinds = [outcome.kind for outcome in outcomes]
     assert Counter(kinds) == {"ok": 4, "LlmTimeout": 196}
-    received, queued, waiting = owner.call(noticing.counts)
+    received, queued, waiting = counts()
     assert (received, queued, waiting) == (4 + WINDOW, 4, WINDOW)
     # The others' bytes and deadlines are not affected by those that wait.
     assert puller.call(actions.pull, "kv", 1, cache_id, timeout_ms=5000).ok
     taken = [data for _, data in owner.call(noticing.take, 300)]
     assert len(taken) == 4 + WINDOW
     assert {b"first-%d" % n for n, kind in enumerate(kinds) if kind == "ok"} <= set(taken)
-    assert owner.call(noticing.counts) == (4 + WINDOW, 0, 0)
+    assert counts() == (4 + WINDOW, 0, 0)
     told = puller.start(noticing.storm, "kv", 1, cache_id, "then", 500, 50, 10_000)
     taken = [data for _, data in owner.call(noticing.take, 500)]
     check_storm(told.result(), taken, all_well=True)
 
 
-def test_both_ends_close_with_notices_waiting(narrow: tuple[Peer, Peer, int]) -> None:
+def test_counters_are_right_at_every_moment(narrow: tuple[Peer, Peer, int]) -> None:
     owner, puller, cache_id = narrow
+    counts = Counts(owner)
+    collecting = owner.start(noticing.collect)
+    watching = owner.start_main(noticing.watch_counts)
+    told = puller.call(noticing.storm, "kv", 1, cache_id, "count", rounds(3000), 70, 20_000)
+    owner.side(noticing.end_collecting)
+    most_queued, most_waiting, reads = watching.result()
+    taken = [data for _, data in collecting.result()]
+    check_storm(told, taken, all_well=True)
+    assert reads > 100
+    assert 0 < most_queued <= 4
+    assert most_waiting <= WINDOW
+    assert counts() == (len(told), 0, 0)
+
+
+def test_the_owner_dies_with_notices_waiting(doomed: tuple[Peer, Peer, int]) -> None:
+    owner, puller, cache_id = doomed
+    puller.call(noticing.begin_many, "kv", 1, cache_id, "kept", 10, timeout_ms=20_000)
+    wait_until(lambda: owner.call(noticing.counts) == (10, 4, 6))
+    killed = time.monotonic()
+    owner.kill()
+    outcomes = puller.call(noticing.finish_many, "kept")
+    assert Counter(outcome.ok for outcome in outcomes) == {True: 4, False: 6}
+    for outcome in outcomes:
+        assert outcome.ok or outcome.kind in ("NotYetLink", "LlmError"), outcome
+        assert outcome.ended - killed < 2, outcome
+
+
+def test_both_ends_close_with_notices_waiting(doomed: tuple[Peer, Peer, int]) -> None:
+    owner, puller, cache_id = doomed
     puller.call(noticing.begin_many, "kv", 1, cache_id, "kept", 100, timeout_ms=20_000)
     wait_until(lambda: owner.call(noticing.counts) == (4 + WINDOW, 4, WINDOW))
     assert owner.call(actions.finalize) < 5
@@ -315,8 +375,9 @@ def test_both_ends_close_with_notices_waiting(narrow: tuple[Peer, Peer, int]) ->
 def test_unlinked_with_notices_waiting(narrow: tuple[Peer, Peer, int]) -> None:
     """What has come goes to the application all the same, also when the puller has gone."""
     owner, puller, cache_id = narrow
+    counts = Counts(owner)
     puller.call(noticing.begin_many, "kv", 1, cache_id, "kept", 10, timeout_ms=20_000)
-    wait_until(lambda: owner.call(noticing.counts) == (10, 4, 6))
+    wait_until(lambda: counts() == (10, 4, 6))
     puller.unlink(owner, force=True)
     outcomes = puller.call(noticing.finish_many, "kept")
     assert Counter(outcome.ok for outcome in outcomes) == {True: 4, False: 6}
@@ -324,7 +385,7 @@ def test_unlinked_with_notices_waiting(narrow: tuple[Peer, Peer, int]) -> None:
     first = owner.call(noticing.take, 0, 1)
     puller.link(owner)
     waiting = puller.start(noticing.pull, "kv", 1, cache_id, b"new", timeout_ms=20_000)
-    wait_until(lambda: owner.call(noticing.counts)[0] == 11)
+    wait_until(lambda: counts()[0] == 11)
     taken = [data for _, data in first + owner.call(noticing.take, 500)]
     assert waiting.result().ok
     assert sorted(taken[:10]) == [b"kept-%d" % number for number in range(10)]
@@ -334,13 +395,14 @@ def test_unlinked_with_notices_waiting(narrow: tuple[Peer, Peer, int]) -> None:
 def test_broken_while_the_queue_is_full(narrow: tuple[Peer, Peer, int]) -> None:
     """What waits for room is sent again and again meanwhile, and comes out once, in order."""
     owner, puller, cache_id = narrow
+    counts = Counts(owner)
     assert owner.address
     ports = [owner.address[1]]
     rng = random.Random(7)
     storm = puller.start(noticing.storm, "kv", 1, cache_id, "full", 400, 80, 25_000)
     taken: list[bytes] = []
     broken = 0
-    wait_until(lambda: owner.call(noticing.counts)[2] > 50)
+    wait_until(lambda: counts()[2] > 50)
     while not storm.done():
         broken += rng.choice((owner, puller)).side(noticing.break_data, ports)
         time.sleep(rng.uniform(0.005, 0.05))
@@ -350,24 +412,22 @@ def test_broken_while_the_queue_is_full(narrow: tuple[Peer, Peer, int]) -> None:
     check_storm(storm.result(), taken, all_well=False, least=0.9)
 
 
-def test_two_share_a_full_queue(path: str) -> None:
-    with ExitStack() as stack:
-        options = {"notice_queue": 2}
-        owner = stack.enter_context(Peer(1, path=path, name="owner", options=options))
-        cache_id = owner.call(actions.make_cache, "kv", *SMALL, seed=1)
-        pullers = [stack.enter_context(Peer(number, path=path, listen=False)) for number in (2, 3)]
-        for puller in pullers:
-            puller.link(owner)
-            puller.call(actions.make_cache, "kv", *SMALL, access="")
-            puller.call(noticing.begin_many, "kv", 1, cache_id, puller.name, 150, timeout_ms=20_000)
-        wait_until(lambda: owner.call(noticing.counts)[0] >= 2 * WINDOW)
+def test_two_share_a_full_queue(path: str, narrow: tuple[Peer, Peer, int]) -> None:
+    owner, puller, cache_id = narrow
+    counts = Counts(owner)
+    with Peer(3, path=path, name="other", listen=False) as other:
+        other.link(owner)
+        other.call(actions.make_cache, "kv", *SMALL, access="")
+        for peer in (puller, other):
+            peer.call(noticing.begin_many, "kv", 1, cache_id, peer.name, 150, timeout_ms=20_000)
+        wait_until(lambda: counts()[0] >= 2 * WINDOW)
         taken = owner.call(noticing.take, 5000, 200)
         shares = Counter(number for number, _ in taken)
         assert min(shares[2], shares[3]) > 60, shares
         taken += owner.call(noticing.take, 500)
-        for puller in pullers:
-            assert all(outcome.ok for outcome in puller.call(noticing.finish_many, puller.name))
-            ours = [data for number, data in taken if number == puller.cluster_id]
+        for peer in (puller, other):
+            assert all(outcome.ok for outcome in peer.call(noticing.finish_many, peer.name))
+            ours = [data for number, data in taken if number == peer.cluster_id]
             assert len(ours) == len(set(ours)) == 150
 
 
