@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from ucxkv.hold import NativeHold
 
 _TOKEN = struct.Struct(">IQQ")
+# As in pyx/ucxkv/core.pxd; word 0 is never a hold's.
+MAX_WORDS = 65536
 _OUTCOMES = (None, "noticed", "released", "expired", "unregistered")
 
 
@@ -35,7 +37,7 @@ def token_of(text: Any) -> Token:
         token = Token(*_TOKEN.unpack(bytes.fromhex(text)))
     except (ValueError, struct.error):
         raise ParamInvalid(f"{text!r} is not the token of a hold") from None
-    if token.word == 0:
+    if token.word == 0 or not 0 < token.slot < MAX_WORDS:
         raise ParamInvalid(f"{text!r} is not the token of a hold")
     return token
 

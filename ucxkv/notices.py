@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from ucxkv.engine import NativeEngine
 
 _LOOK_SECONDS = 0.002
+# poll() counts milliseconds in an int.
+_POLL_SECONDS = 1e6
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Notices:
             if poller is None:
                 poller = select.poll()
                 poller.register(self.fileno(), select.POLLIN)
-            poller.poll(None if left is None else left * 1e3)
+            poller.poll(None if left is None else min(left, _POLL_SECONDS) * 1e3)
 
     def __aiter__(self) -> Notices:
         return self

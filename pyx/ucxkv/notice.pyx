@@ -18,7 +18,9 @@ from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
-from posix.unistd cimport read, write
+from posix.unistd cimport getpid, read, write
+
+from ucxkv.errors import LlmError
 
 from ucxkv.core cimport (
     NOTICE_MAX,
@@ -193,6 +195,9 @@ cdef object notice_take(Core* core):
     """The oldest notice as (cluster id, bytes), or None."""
     cdef Notice* notice
     cdef uint64_t drained
+    if core.pid != getpid():
+        # The descriptor is the parent's too.
+        raise LlmError("these notices belong to the parent process: a forked child has none")
     with nogil:
         core_lock(core)
         notice = core.first_notice
