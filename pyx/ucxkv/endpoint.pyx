@@ -10,7 +10,7 @@ cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memcpy, memset
+from libc.string cimport memcpy, memset, strcmp
 from posix.dlfcn cimport RTLD_LAZY, dlopen, dlsym
 from posix.unistd cimport getpid
 
@@ -42,7 +42,6 @@ from ucxkv.ucp cimport (
     UCP_EP_PARAM_FIELD_REMOTE_ADDRESS,
     UCP_ERR_HANDLING_MODE_PEER,
     UCP_OP_ATTR_FIELD_FLAGS,
-    UCS_ERR_NO_MEMORY,
     UCS_INPROGRESS,
     UCS_OK,
     UCS_PTR_IS_ERR,
@@ -85,9 +84,7 @@ ctypedef ucs_status_t (*ep_query_t)(ucp_ep_h, ucp_ep_attr_t*) noexcept nogil
 cdef enum:
     BACKOFF_FIRST_NS = 1000000
     BACKOFF_MAX_NS = 250000000
-
-
-TRANSPORTS_SINCE = (1, 14)
+    MAX_TRANSPORTS = 16
 
 
 cdef void on_am_error(void* arg, ucp_ep_h ep, ucs_status_t status) noexcept nogil:
@@ -191,6 +188,33 @@ cdef bint plane_step(Link* link, Plane* plane, uint64_t now) noexcept nogil:
         return True
     if plane.state == CLOSED and plane.wanted and now >= plane.retry_at:
         return not plane_open(link, plane)
+    return False
+
+
+cdef unsigned int plane_transports(Plane* plane, ucp_transport_entry_t* entries) noexcept nogil:
+    """Fill in the transports of an open plane, at most MAX_TRANSPORTS; how many there are."""
+    cdef ucp_ep_attr_t attr
+    cdef ep_query_t query
+    cdef unsigned int major, minor, patch
+    # Older releases lack the function or this field of it, so it cannot be linked.
+    ucp_get_version(&major, &minor, &patch)
+    query = <ep_query_t>dlsym(dlopen(NULL, RTLD_LAZY), "ucp_ep_query")
+    if (major == 1 and minor < 14) or query == NULL or plane.state != OPEN:
+        return 0
+    memset(&attr, 0, sizeof(attr))
+    attr.field_mask = UCP_EP_ATTR_FIELD_TRANSPORTS
+    attr.transports.entries = entries
+    attr.transports.num_entries = MAX_TRANSPORTS
+    attr.transports.entry_size = sizeof(ucp_transport_entry_t)
+    return attr.transports.num_entries if query(plane.ep, &attr) == UCS_OK else 0
+
+
+cdef bint plane_uses(Plane* plane, const char* transport) noexcept nogil:
+    cdef ucp_transport_entry_t entries[MAX_TRANSPORTS]
+    cdef unsigned int i
+    for i in range(plane_transports(plane, entries)):
+        if strcmp(entries[i].transport_name, transport) == 0:
+            return True
     return False
 
 
@@ -436,40 +460,22 @@ cdef class NativeLink:
     @property
     def transports(self):
         """Names of the UCX transports in use, e.g. ("tcp/lo", "cma/memory")."""
-        cdef unsigned int major, minor, patch
-        ucp_get_version(&major, &minor, &patch)
-        if (major, minor) < TRANSPORTS_SINCE:
-            return ()
-        # Older releases lack the function or this field of it, so it cannot be linked.
-        cdef void* query = dlsym(dlopen(NULL, RTLD_LAZY), "ucp_ep_query")
-        if query == NULL:
-            return ()
         names = []
-        for plane_names in (self._plane_transports(query, &self.link.am),
-                            self._plane_transports(query, &self.link.rma)):
+        for plane_names in (self._plane_transports(&self.link.am),
+                            self._plane_transports(&self.link.rma)):
             names += [name for name in plane_names if name not in names]
         return tuple(names)
 
-    cdef list _plane_transports(self, void* query, Plane* plane):
-        cdef ucp_ep_attr_t attr
-        cdef ucp_transport_entry_t entries[16]
-        cdef ucs_status_t status = UCS_ERR_NO_MEMORY
-        cdef unsigned int i
-        memset(&attr, 0, sizeof(attr))
-        attr.field_mask = UCP_EP_ATTR_FIELD_TRANSPORTS
-        attr.transports.entries = entries
-        attr.transports.num_entries = 16
-        attr.transports.entry_size = sizeof(ucp_transport_entry_t)
+    cdef list _plane_transports(self, Plane* plane):
+        cdef ucp_transport_entry_t entries[MAX_TRANSPORTS]
+        cdef unsigned int count, i
         with nogil:
             core_lock(self.core)
-            if plane.state == OPEN:
-                status = (<ep_query_t>query)(plane.ep, &attr)
+            count = plane_transports(plane, entries)
             core_unlock(self.core)
-        if status != UCS_OK:
-            return []
         return [
             f"{entries[i].transport_name.decode()}/{entries[i].device_name.decode()}"
-            for i in range(attr.transports.num_entries)
+            for i in range(count)
         ]
 
 

@@ -8,6 +8,7 @@ nothing to do.  It never takes the GIL.
 from libc.stdint cimport uint64_t
 from posix.unistd cimport read
 
+from ucxkv.cma cimport cma_serve
 from ucxkv.core cimport (
     CLOSED,
     FENCING,
@@ -216,6 +217,17 @@ cdef bint step_links(Core* core, uint64_t now) noexcept nogil:
     return again
 
 
+cdef bint serve_copies(Core* core) noexcept nogil:
+    """A turn of copying for each link; the lock is given up meanwhile.  True if there was any."""
+    cdef Link* link = core.first_link
+    cdef bint moved = False
+    # Links are taken off the list by this thread alone.
+    while link != NULL:
+        moved = cma_serve(link) or moved
+        link = link.next
+    return moved
+
+
 cdef bint arm(Core* core) noexcept nogil:
     """True if every worker will raise its event descriptor; False if one has work already."""
     cdef int i
@@ -298,7 +310,7 @@ cdef void* service_main(void* arg) noexcept nogil:
         again = step_links(core, now)
         if core.stop and all_closed(core):
             break
-        if moved or again or not arm(core):
+        if serve_copies(core) or moved or again or not arm(core):
             core_unlock(core)
             core_lock(core)
             continue

@@ -16,6 +16,7 @@ from posix.unistd cimport close, write
 from ucxkv.core cimport (
     DONE,
     FENCING,
+    GET_RING,
     LATENCY_BUCKETS,
     MAX_TRANSFERS,
     PATH_GET,
@@ -51,6 +52,7 @@ from ucxkv.pthread cimport (
     pthread_mutex_lock,
     pthread_mutex_unlock,
 )
+from ucxkv.spans cimport cursor_seek
 from ucxkv.ucp cimport UCS_OK, ucs_status_t
 
 
@@ -161,6 +163,7 @@ cdef void transfer_begin(Transfer* t, Link* link) noexcept nogil:
         t.link_prev = link.transfers.link_prev
         t.link_prev.link_next = t
         t.link_next.link_prev = t
+    t.direct = t.path == PATH_GET and link.cma_pid != 0
     link.dirty = True
     if t.total == 0:
         transfer_end(t, ST_SUCCESS, UCS_OK, NULL)
@@ -171,6 +174,24 @@ cdef void signal_waiters(Transfer* t) noexcept nogil:
     pthread_cond_broadcast(&t.cond)
     if t.event_fd >= 0 and t.state == DONE:
         write(t.event_fd, &one, sizeof(one))
+
+
+cdef void transfer_collect(Transfer* t) noexcept nogil:
+    """Count the bytes of the ring that have landed without a gap."""
+    while t.queued > 0 and t.ring[t.head].done:
+        t.landed = t.ring[t.head].end
+        t.ring[t.head].done = False
+        t.head = (t.head + 1) % GET_RING
+        t.queued -= 1
+
+
+cdef void transfer_rewind(Transfer* t) noexcept nogil:
+    """Have what has not landed read again; nothing of `t` may be in flight."""
+    t.head = 0
+    t.queued = 0
+    t.posted = t.landed
+    cursor_seek(&t.src_cursor, &t.src_geo, t.landed)
+    cursor_seek(&t.dst_cursor, &t.dst_geo, t.landed)
 
 
 cdef void transfer_advance(Transfer* t, uint64_t good) noexcept nogil:
@@ -295,7 +316,7 @@ cdef void answer_later(Link* link, uint64_t offer, uint32_t status, uint32_t pat
 cdef void transfer_settle(Transfer* t) noexcept nogil:
     """Finish a transfer whose end is decided as soon as nothing of it is in flight."""
     cdef Core* core = t.core
-    if t.state != FENCING or t.outstanding > 0:
+    if t.state != FENCING or t.outstanding > 0 or t.copying > 0:
         return
     t.ended = now_ns()
     if t.link != NULL:
