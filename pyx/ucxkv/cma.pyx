@@ -11,8 +11,8 @@ call in their order, so the right word shows that the memory was still registere
 had been read; and, being 64 random bits, that the process was still the one that was meant: a
 process id can be given to another one at any time, which no check before the call would notice.
 
-Whatever goes wrong (the owner is dead, memory is of a kind that the kernel does not copy), the rest
-is left to UCX's GETs, and what they report decides.
+A batch that comes short is an error, unless the word has changed.  It is not left to UCX, which
+(seen in 1.22) takes a GET for complete when the kernel could read only the beginning of it.
 """
 
 from libc.stdint cimport uint32_t, uint64_t
@@ -22,6 +22,7 @@ from ucxkv.core cimport (
     GET_RING,
     RUNNING,
     ST_CACHE_NOT_EXIST,
+    ST_FAILED,
     Core,
     GetOp,
     Link,
@@ -36,7 +37,6 @@ from ucxkv.transfer cimport (
     transfer_advance,
     transfer_collect,
     transfer_end,
-    transfer_rewind,
     transfer_settle,
     transfer_unref,
 )
@@ -152,16 +152,13 @@ cdef void book(Transfer* t, const Batch* batch, bint whole, bint told) noexcept 
             transfer_end(t, ST_CACHE_NOT_EXIST, UCS_OK, b"its owner has unregistered it")
         elif whole:
             batch.op.done = True
+            t.link.bytes_direct += batch.length - sizeof(uint64_t)
             transfer_collect(t)
             transfer_advance(t, t.landed)
+        elif told:
+            transfer_end(t, ST_FAILED, UCS_OK, b"memory of the cache cannot be read")
         else:
-            t.direct = False
-            if not told:
-                t.link.cma_pid = 0
-    if t.state == RUNNING and not t.direct and t.copying == 0:
-        transfer_rewind(t)
-        t.link.dirty = True
-        core_wake(t.core)
+            transfer_end(t, ST_FAILED, UCS_OK, b"the peer's process cannot be read any more")
     transfer_settle(t)
     transfer_unref(t)
 

@@ -329,6 +329,7 @@ cdef struct Link:
     uint64_t drop_rma_at        # force-close the RMA endpoint at this time, 0: never
     # totals
     uint64_t bytes_get
+    uint64_t bytes_direct       # read without UCX, whatever became of the transfer
     uint64_t bytes_stream
     uint64_t bytes_served
     uint64_t bytes_pushed

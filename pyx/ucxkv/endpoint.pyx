@@ -415,6 +415,17 @@ cdef class NativeLink:
         return bool(self.link.get_ok)
 
     @property
+    def direct(self):
+        """New pulls on path "get" read the peer's memory without UCX; may be set to False."""
+        return self.link.cma_pid != 0
+
+    @direct.setter
+    def direct(self, bint value):
+        if value:
+            raise ValueError("only the trial at link time can turn this on")
+        self.link.cma_pid = 0
+
+    @property
     def am_broken(self):
         """The streaming endpoint has failed and has not been proven again since."""
         return bool(self.link.connected and self.link.ever_proven and not self.link.proven)
@@ -447,9 +458,10 @@ cdef class NativeLink:
 
     @property
     def counters(self):
-        """Totals: bytes pulled by GET and by stream, bytes served, endpoint repairs, drops."""
+        """Totals: bytes by path, bytes read without UCX, bytes served, endpoint repairs, drops."""
         return {
             "bytes_get": self.link.bytes_get,
+            "bytes_direct": self.link.bytes_direct,
             "bytes_stream": self.link.bytes_stream,
             "bytes_served": self.link.bytes_served,
             "bytes_pushed": self.link.bytes_pushed,

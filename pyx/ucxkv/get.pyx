@@ -33,12 +33,11 @@ from ucxkv.core cimport (
     core_timer,
 )
 from ucxkv.endpoint cimport link_error, plane_fail
-from ucxkv.spans cimport cursor_advance, cursor_run
+from ucxkv.spans cimport cursor_advance, cursor_run, cursor_seek
 from ucxkv.transfer cimport (
     transfer_advance,
     transfer_collect,
     transfer_end,
-    transfer_rewind,
     transfer_settle,
     transfer_unref,
 )
@@ -271,7 +270,7 @@ cdef void get_pump(Link* link) noexcept nogil:
         t = link.transfers
         link.transfers = t.link_next
         idle += 1
-        if t.path != PATH_GET or t.state != RUNNING or t.direct or t.copying > 0:
+        if t.path != PATH_GET or t.state != RUNNING or t.direct:
             continue
         # A callback may end the transfer, and with it the last reference, while it is posted.
         t.refs += 1
@@ -297,8 +296,12 @@ cdef void get_plane_closed(Link* link) noexcept nogil:
     while left > 0:
         left -= 1
         following = t.link_next
-        if t.path == PATH_GET and t.state == RUNNING and not t.direct and t.copying == 0:
-            transfer_rewind(t)
+        if t.path == PATH_GET and t.state == RUNNING and not t.direct:
+            t.head = 0
+            t.queued = 0
+            t.posted = t.landed
+            cursor_seek(&t.src_cursor, &t.src_geo, t.landed)
+            cursor_seek(&t.dst_cursor, &t.dst_geo, t.landed)
             if link.rma.error != UCS_OK:
                 t.errors = t.errors + 1 if t.landed == t.error_landed else 1
                 t.error_landed = t.landed

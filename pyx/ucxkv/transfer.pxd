@@ -10,7 +10,6 @@ cdef Transfer* transfer_new(Core* core, uint64_t deadline) noexcept nogil
 cdef void transfer_unref(Transfer* t) noexcept nogil
 cdef void transfer_begin(Transfer* t, Link* link) noexcept nogil
 cdef void transfer_collect(Transfer* t) noexcept nogil
-cdef void transfer_rewind(Transfer* t) noexcept nogil
 cdef void transfer_advance(Transfer* t, uint64_t good) noexcept nogil
 cdef void transfer_end(Transfer* t, uint32_t status, ucs_status_t ucs,
                        const char* reason) noexcept nogil

@@ -52,7 +52,6 @@ from ucxkv.pthread cimport (
     pthread_mutex_lock,
     pthread_mutex_unlock,
 )
-from ucxkv.spans cimport cursor_seek
 from ucxkv.ucp cimport UCS_OK, ucs_status_t
 
 
@@ -183,15 +182,6 @@ cdef void transfer_collect(Transfer* t) noexcept nogil:
         t.ring[t.head].done = False
         t.head = (t.head + 1) % GET_RING
         t.queued -= 1
-
-
-cdef void transfer_rewind(Transfer* t) noexcept nogil:
-    """Have what has not landed read again; nothing of `t` may be in flight."""
-    t.head = 0
-    t.queued = 0
-    t.posted = t.landed
-    cursor_seek(&t.src_cursor, &t.src_geo, t.landed)
-    cursor_seek(&t.dst_cursor, &t.dst_geo, t.landed)
 
 
 cdef void transfer_advance(Transfer* t, uint64_t good) noexcept nogil:
