@@ -367,6 +367,8 @@ cdef struct Core:
     int n_am
     Link** links                # by slot
     Link* first_link
+    Link* next_copy             # whose turn it is with the service thread's copies; NULL: the first
+    uint32_t n_direct           # transfers that are copied by cma.pyx
     Transfer** transfers        # by index
     uint32_t* free_transfers
     uint32_t n_free_transfers

@@ -439,8 +439,9 @@ cdef void drive(Core* core, Transfer* t, int64_t layer, uint64_t end) noexcept n
         if t.state != DONE and t.link.dirty:
             link_step(t.link, now)
             moved = True
-        core_unlock(core)
-        core_lock(core)
+        if moved:
+            core_unlock(core)
+            core_lock(core)
     t.drivers -= 1
     if t.state != DONE:
         core_wake(core)

@@ -210,6 +210,8 @@ cdef bint step_links(Core* core, uint64_t now) noexcept nogil:
         if link.closed and link.am.state == CLOSED and link.rma.state == CLOSED:
             prune_remotes(link)
             place[0] = link.next
+            if core.next_copy == link:
+                core.next_copy = link.next
             core.links[link.slot] = NULL
             link_unref(link)
         else:
@@ -218,14 +220,26 @@ cdef bint step_links(Core* core, uint64_t now) noexcept nogil:
 
 
 cdef bint serve_copies(Core* core) noexcept nogil:
-    """A turn of copying for each link; the lock is given up meanwhile.  True if there was any."""
-    cdef Link* link = core.first_link
-    cdef bint moved = False
-    # Links are taken off the list by this thread alone.
-    while link != NULL:
-        moved = cma_serve(link) or moved
-        link = link.next
-    return moved
+    """Copy a batch for one of the links, in turn; the lock is given up meanwhile.
+
+    False if there is nothing to copy.
+    """
+    cdef Link* link = core.next_copy
+    cdef bint wrapped = False
+    core.next_copy = NULL
+    while core.n_direct > 0:
+        if link == NULL:
+            if wrapped:
+                break
+            wrapped = True
+            link = core.first_link
+        elif cma_serve(link):
+            # Links are taken off the list by this thread alone, in step_links.
+            core.next_copy = link.next
+            return True
+        else:
+            link = link.next
+    return False
 
 
 cdef bint arm(Core* core) noexcept nogil:
