@@ -109,9 +109,9 @@ cdef inline void add(Ranges* ranges, uint64_t address, uint64_t length) noexcept
 cdef bint claim(Transfer* t, Batch* batch, uint64_t limit) noexcept nogil:
     """Fill `batch` with the next spans, at most `limit` bytes; False if there are none to claim."""
     cdef uint64_t source = 0, target = 0, length
-    if t.state != RUNNING or not t.direct or t.posted >= t.total or t.queued >= GET_RING:
+    if t.state != RUNNING or t.direct == 0 or t.posted >= t.total or t.queued >= GET_RING:
         return False
-    batch.pid = t.link.cma_pid
+    batch.pid = t.direct
     batch.length = 0
     batch.far.count = 0
     batch.near.count = 0

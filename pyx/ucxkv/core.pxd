@@ -136,7 +136,7 @@ cdef struct Transfer:
     uint32_t errors
     uint64_t error_landed
     uint64_t fence_by
-    bint direct                 # its bytes are copied by cma.pyx instead
+    int direct                  # process id of the owner, where cma.pyx copies instead; otherwise 0
     uint32_t copying            # threads inside a copy for it
     uint32_t drivers            # callers that wait for it and copy meanwhile
     uint64_t offer              # of a pull that answers a peer's offer: the peer's number for it

@@ -162,8 +162,8 @@ cdef void transfer_begin(Transfer* t, Link* link) noexcept nogil:
         t.link_prev = link.transfers.link_prev
         t.link_prev.link_next = t
         t.link_next.link_prev = t
-    t.direct = t.path == PATH_GET and link.cma_pid != 0
-    t.core.n_direct += t.direct
+    t.direct = link.cma_pid if t.path == PATH_GET else 0
+    t.core.n_direct += t.direct != 0
     link.dirty = True
     if t.total == 0:
         transfer_end(t, ST_SUCCESS, UCS_OK, NULL)
@@ -263,7 +263,7 @@ cdef void leave_link(Transfer* t) noexcept nogil:
         if link.transfers == t:
             link.transfers = t.link_next
     link.n_transfers -= 1
-    t.core.n_direct -= t.direct
+    t.core.n_direct -= t.direct != 0
     link.dirty = True
     if link.watched and link.n_transfers == 0:
         core_notify(t.core)
