@@ -10,8 +10,12 @@ from ucxkv.ucp cimport ucp_context_h, ucp_ep_h, ucp_mem_h, ucp_rkey_h, ucp_worke
 cdef enum:
     MAX_AM_WORKERS = 16
     MAX_LINKS = 8192
-    MAX_WORDS = 65536           # generation words: caches (and holds) that can exist at once
+    MAX_WORDS = 65537           # generation words: caches (and holds) that can exist at once
+    WORD_PROOF = 0              # words of the engine's own: 64 random bits that prove the process,
+    WORD_PID = 1                # and the process id
+    OWN_WORDS = 2
     MAX_TRANSFERS = 65536
+    SCRATCH_WORDS = MAX_TRANSFERS + OWN_WORDS * MAX_LINKS
     GET_RING = 64               # GETs in flight of one transfer
     GET_MAX = 1048576           # bytes of one GET
     GET_WINDOW = 4194304        # bytes of GETs in flight on one link: bounds the drain of a fence
@@ -152,6 +156,9 @@ cdef struct Transfer:
     uint32_t errors
     uint64_t error_landed
     uint64_t fence_by
+    int direct                  # process id of the owner, where cma.pyx copies instead; otherwise 0
+    uint32_t copying            # threads inside a copy for it
+    uint32_t drivers            # callers that wait for it and copy meanwhile
     uint64_t offer              # of a pull that answers a peer's offer: the peer's number for it
     Path taken                  # of a push: the path on which the peer pulled it
     bint withheld               # a push that is not to be offered yet
@@ -366,6 +373,7 @@ cdef struct Link:
     void* words_rkey_packed
     ucp_rkey_h words_rkey
     uint64_t word0
+    int cma_pid                 # of the peer, where cma.pyx can read it; 0 elsewhere
     RemoteMem* remotes
     Transfer* transfers         # circular
     uint32_t n_transfers
@@ -400,6 +408,7 @@ cdef struct Link:
     uint64_t drop_rma_at        # force-close the RMA endpoint at this time, 0: never
     uint64_t cluster_id
     Totals totals
+    uint64_t bytes_direct       # read without UCX, whatever became of the transfer
     uint64_t repairs
     uint64_t dropped            # messages without a valid token
 
@@ -423,6 +432,8 @@ cdef struct Core:
     int n_am
     Link** links                # by slot
     Link* first_link
+    Link* next_copy             # whose turn it is with the service thread's copies; NULL: the first
+    uint32_t n_direct           # transfers that are copied by cma.pyx
     Transfer** transfers        # by index
     uint32_t* free_transfers
     uint32_t n_free_transfers
@@ -432,7 +443,7 @@ cdef struct Core:
     uint64_t* words
     uint32_t* free_words
     uint32_t n_free_words
-    uint64_t* scratch           # where GETs of generation words land: one per transfer and link
+    uint64_t* scratch           # where GETs of words land: one per transfer, OWN_WORDS per link
     ucp_mem_h words_memh
     ucp_mem_h scratch_memh
     CacheMem** caches           # by word

@@ -187,7 +187,7 @@ cdef Core* core_new() except NULL:
     core.holds = <Hold**>calloc(MAX_WORDS, sizeof(Hold*))
     core.pack_buffers = <void**>calloc(PACK_BUFFERS, sizeof(void*))
     core.words = map_words(MAX_WORDS)
-    core.scratch = map_words(MAX_TRANSFERS + MAX_LINKS)
+    core.scratch = map_words(SCRATCH_WORDS)
     if (core.wake_fd < 0 or core.notify_fd < 0 or core.notice_fd < 0 or core.links == NULL
             or core.transfers == NULL or core.free_transfers == NULL or core.free_words == NULL
             or core.caches == NULL or core.holds == NULL or core.pack_buffers == NULL
@@ -197,11 +197,12 @@ cdef Core* core_new() except NULL:
     for i in range(MAX_TRANSFERS):
         core.free_transfers[i] = MAX_TRANSFERS - 1 - i
     core.n_free_transfers = MAX_TRANSFERS
-    # Word 0 proves this process to a peer's first GET; caches and holds take the others.
-    for i in range(MAX_WORDS - 1):
+    # The first words prove this process to a peer's first GET; caches and holds take the others.
+    for i in range(MAX_WORDS - OWN_WORDS):
         core.free_words[i] = MAX_WORDS - 1 - i
-    core.n_free_words = MAX_WORDS - 1
-    core.words[0] = random64()
+    core.n_free_words = MAX_WORDS - OWN_WORDS
+    core.words[WORD_PROOF] = random64()
+    core.words[WORD_PID] = core.pid
     return core
 
 
@@ -218,7 +219,7 @@ cdef void core_free(Core* core) noexcept nogil:
     if core.words != NULL:
         munmap(core.words, MAX_WORDS * sizeof(uint64_t))
     if core.scratch != NULL:
-        munmap(core.scratch, (MAX_TRANSFERS + MAX_LINKS) * sizeof(uint64_t))
+        munmap(core.scratch, SCRATCH_WORDS * sizeof(uint64_t))
     free(core.links)
     free(core.transfers)
     free(core.free_transfers)

@@ -366,6 +366,17 @@ cdef class NativeLink:
         return bool(self.link.get_ok)
 
     @property
+    def direct(self):
+        """New pulls on path "get" read the peer's memory without UCX; may be set to False."""
+        return self.link.cma_pid != 0
+
+    @direct.setter
+    def direct(self, bint value):
+        if value:
+            raise ValueError("only the trial at link time can turn this on")
+        self.link.cma_pid = 0
+
+    @property
     def am_broken(self):
         """The streaming endpoint has failed and has not been proven again since."""
         return bool(self.link.connected and self.link.ever_proven and not self.link.proven)
@@ -397,8 +408,12 @@ cdef class NativeLink:
         return bool(self.link.closed)
 
     def totals(self):
-        """Counters over the link's ended transfers, as NativeEngine.totals; repairs and drops."""
+        """Counters over the link's ended transfers, as NativeEngine.totals.
+
+        Besides, its bytes read without UCX, endpoint repairs and dropped messages.
+        """
         cdef dict counted = totals_dict(&self.link.totals)
+        counted["bytes_direct"] = self.link.bytes_direct
         counted["repairs"] = self.link.repairs
         counted["dropped"] = self.link.dropped
         return counted

@@ -13,9 +13,12 @@ from ucxkv.core cimport (
     MAX_LINKS,
     MAX_TRANSFERS,
     MAX_WORDS,
+    OWN_WORDS,
+    SCRATCH_WORDS,
     ST_FAILED,
     STREAM_CHUNK,
     WAITING,
+    WORD_PROOF,
     Core,
     Link,
     Transfer,
@@ -91,7 +94,7 @@ cdef enum:
 
 ENGINE_LIMITS = {
     "links": MAX_LINKS,
-    "caches": MAX_WORDS - 1,
+    "caches": MAX_WORDS - OWN_WORDS,
     "transfers": MAX_TRANSFERS,
 }
 
@@ -149,7 +152,7 @@ cdef class NativeEngine:
                 self.core.words, MAX_WORDS,
                 UCP_MEM_MAP_PROT_LOCAL_READ | UCP_MEM_MAP_PROT_REMOTE_READ)
             self.core.scratch_memh = self._map_table(
-                self.core.scratch, MAX_TRANSFERS + MAX_LINKS,
+                self.core.scratch, SCRATCH_WORDS,
                 UCP_MEM_MAP_PROT_LOCAL_READ | UCP_MEM_MAP_PROT_LOCAL_WRITE)
             self.words_rkey = self._pack(self.core.words_memh)
         with nogil:
@@ -262,7 +265,7 @@ cdef class NativeEngine:
     @property
     def word0(self):
         """64 random bits that prove this process to a peer's GET."""
-        return self.core.words[0]
+        return self.core.words[WORD_PROOF]
 
     @property
     def notify_fd(self):

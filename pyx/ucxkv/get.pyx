@@ -10,6 +10,7 @@ All functions want the engine's lock to be held.
 from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memset
 
+from ucxkv.cma cimport cma_trial
 from ucxkv.core cimport (
     CLOSED,
     GET_MAX,
@@ -17,9 +18,12 @@ from ucxkv.core cimport (
     GET_WINDOW,
     MAX_TRANSFERS,
     OPEN,
+    OWN_WORDS,
     PATH_GET,
     RUNNING,
     ST_FAILED,
+    WORD_PID,
+    WORD_PROOF,
     GetOp,
     Link,
     RemoteMem,
@@ -31,6 +35,7 @@ from ucxkv.endpoint cimport link_error, plane_fail
 from ucxkv.spans cimport cursor_advance, cursor_run, cursor_seek
 from ucxkv.transfer cimport (
     transfer_advance,
+    transfer_collect,
     transfer_end,
     transfer_settle,
     transfer_unref,
@@ -115,11 +120,7 @@ cdef void on_data(void* request, ucs_status_t status, void* user_data) noexcept 
     cdef Transfer* t = op.transfer
     op.done = over(op, request, status)
     if t.state == RUNNING:
-        while t.queued > 0 and t.ring[t.head].done:
-            t.landed = t.ring[t.head].end
-            t.ring[t.head].done = False
-            t.head = (t.head + 1) % GET_RING
-            t.queued -= 1
+        transfer_collect(t)
     else:
         transfer_settle(t)
 
@@ -139,17 +140,23 @@ cdef void on_word(void* request, ucs_status_t status, void* user_data) noexcept 
         transfer_advance(t, t.check_upto)
 
 
+cdef uint64_t* trial_words(Link* link) noexcept nogil:
+    return &link.core.scratch[MAX_TRANSFERS + OWN_WORDS * link.slot]
+
+
 cdef void on_trial(void* request, ucs_status_t status, void* user_data) noexcept nogil:
     cdef Link* link = (<GetOp*>user_data).link
     cdef bint landed = over(<GetOp*>user_data, request, status)
     if link.get_trial == 1:
-        decide_trial(link, landed and link.core.scratch[MAX_TRANSFERS + link.slot] == link.word0)
+        decide_trial(link, landed and trial_words(link)[WORD_PROOF] == link.word0)
 
 
 cdef void decide_trial(Link* link, bint ok) noexcept nogil:
     link.get_trial = 2
     link.get_ok = ok
-    if not ok:
+    if ok:
+        cma_trial(link, trial_words(link)[WORD_PID])
+    else:
         link.rma.wanted = False
         plane_fail(link, &link.rma, UCS_OK)
     link.dirty = True
@@ -168,7 +175,7 @@ cdef bint words_unpacked(Link* link) noexcept nogil:
 
 
 cdef void get_trial(Link* link, uint64_t now) noexcept nogil:
-    """Find out whether GETs reach the peer: read word 0 of its table and compare."""
+    """Find out whether GETs reach the peer: read the first words of its table and compare."""
     if link.get_trial == 2:
         return
     if link.trial_by == 0:
@@ -184,8 +191,8 @@ cdef void get_trial(Link* link, uint64_t now) noexcept nogil:
     if not words_unpacked(link):
         decide_trial(link, False)
         return
-    link.core.scratch[MAX_TRANSFERS + link.slot] = 0
-    post(link, &link.trial, &link.core.scratch[MAX_TRANSFERS + link.slot], sizeof(uint64_t),
+    trial_words(link)[WORD_PROOF] = 0
+    post(link, &link.trial, trial_words(link), OWN_WORDS * sizeof(uint64_t),
          link.words_address, link.words_rkey, link.core.scratch_memh, on_trial)
 
 
@@ -263,7 +270,7 @@ cdef void get_pump(Link* link) noexcept nogil:
         t = link.transfers
         link.transfers = t.link_next
         idle += 1
-        if t.path != PATH_GET or t.state != RUNNING:
+        if t.path != PATH_GET or t.state != RUNNING or t.direct:
             continue
         # A callback may end the transfer, and with it the last reference, while it is posted.
         t.refs += 1
@@ -289,7 +296,7 @@ cdef void get_plane_closed(Link* link) noexcept nogil:
     while left > 0:
         left -= 1
         following = t.link_next
-        if t.path == PATH_GET and t.state == RUNNING and not t.noticing:
+        if t.path == PATH_GET and t.state == RUNNING and not t.direct and not t.noticing:
             t.head = 0
             t.queued = 0
             t.posted = t.landed

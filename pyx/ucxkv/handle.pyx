@@ -10,6 +10,7 @@ from posix.unistd cimport getpid, write
 
 from ucxkv.errors import LlmError
 
+from ucxkv.cma cimport cma_drive
 from ucxkv.core cimport (
     DONE,
     MAX_WORDS,
@@ -426,19 +427,22 @@ cdef bint wait_until(Core* core, Transfer* t, int64_t layer, uint64_t end) noexc
 
 
 cdef void drive(Core* core, Transfer* t, int64_t layer, uint64_t end) noexcept nogil:
-    """Progress the RMA worker for as long as that moves something, until `end` at the latest."""
+    """Copy, or progress the RMA worker, for as long as that moves something, until `end`."""
     cdef bint moved = True
     cdef uint64_t now = 0
-    while moved and not reached(t, layer) and now < end:
-        core_lock(core)
-        moved = False
-        if t.state != DONE and t.link != NULL:
-            now = now_ns()
-            moved = ucp_worker_progress(core.rma.worker) > 0
-            run_timers(core, now)
-            if t.state != DONE and t.link.dirty:
-                link_step(t.link, now)
-                moved = True
-            if not moved or now >= end:
-                core_wake(core)
-        core_unlock(core)
+    core_lock(core)
+    t.drivers += 1
+    while moved and not reached(t, layer) and now < end and t.link != NULL:
+        now = now_ns()
+        moved = cma_drive(t) if t.direct else ucp_worker_progress(core.rma.worker) > 0
+        run_timers(core, now)
+        if t.state != DONE and t.link.dirty:
+            link_step(t.link, now)
+            moved = True
+        if moved:
+            core_unlock(core)
+            core_lock(core)
+    t.drivers -= 1
+    if t.state != DONE:
+        core_wake(core)
+    core_unlock(core)

@@ -14,3 +14,4 @@ cdef enum:
 
 
 cdef int lanes_query(Plane* plane, ucp_transport_entry_t* entries) noexcept nogil
+cdef bint lanes_use(Plane* plane, const char* transport) noexcept nogil

@@ -4,7 +4,7 @@ All functions want the engine's lock to be held.
 """
 
 from libc.stdint cimport uint64_t
-from libc.string cimport memset
+from libc.string cimport memset, strcmp
 from posix.dlfcn cimport RTLD_LAZY, dlopen, dlsym
 
 from ucxkv.core cimport OPEN, Plane
@@ -55,3 +55,13 @@ cdef int lanes_query(Plane* plane, ucp_transport_entry_t* entries) noexcept nogi
     if query(plane.ep, &attr) != UCS_OK:
         return -1
     return <int>attr.transports.num_entries
+
+
+cdef bint lanes_use(Plane* plane, const char* transport) noexcept nogil:
+    """Whether an endpoint is known to use that transport."""
+    cdef ucp_transport_entry_t[MAX_LANES] entries
+    cdef int i
+    for i in range(lanes_query(plane, entries)):
+        if strcmp(entries[i].transport_name, transport) == 0:
+            return True
+    return False

@@ -20,6 +20,7 @@ from posix.unistd cimport getpid
 from ucxkv.core cimport (
     FENCING,
     MAX_WORDS,
+    OWN_WORDS,
     PATH_PUSH,
     ST_CACHE_NOT_EXIST,
     ST_FAILED,
@@ -183,7 +184,7 @@ cdef class LocalCache:
         if mem.slot == 0 and self.core.stop:
             raise RuntimeError("the engine is closed")
         if mem.slot == 0:
-            raise MemoryError(f"an engine has at most {MAX_WORDS - 1} caches at a time")
+            raise MemoryError(f"an engine has at most {MAX_WORDS - OWN_WORDS} caches at a time")
 
     def __dealloc__(self):
         if self.mem == NULL:

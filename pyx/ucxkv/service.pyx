@@ -8,6 +8,7 @@ nothing to do.  It never takes the GIL.
 from libc.stdint cimport uint64_t
 from posix.unistd cimport read
 
+from ucxkv.cma cimport cma_serve
 from ucxkv.core cimport (
     CLOSED,
     FENCING,
@@ -218,11 +219,36 @@ cdef bint step_links(Core* core, uint64_t now) noexcept nogil:
         if link.closed and link.am.state == CLOSED and link.rma.state == CLOSED:
             prune_remotes(link)
             place[0] = link.next
+            if core.next_copy == link:
+                core.next_copy = link.next
             core.links[link.slot] = NULL
             link_unref(link)
         else:
             place = &link.next
     return again
+
+
+cdef bint serve_copies(Core* core) noexcept nogil:
+    """Copy a batch for one of the links, in turn; the lock is given up meanwhile.
+
+    False if there is nothing to copy.
+    """
+    cdef Link* link = core.next_copy
+    cdef bint wrapped = False
+    core.next_copy = NULL
+    while core.n_direct > 0:
+        if link == NULL:
+            if wrapped:
+                break
+            wrapped = True
+            link = core.first_link
+        elif cma_serve(link):
+            # Links are taken off the list by this thread alone, in step_links.
+            core.next_copy = link.next
+            return True
+        else:
+            link = link.next
+    return False
 
 
 cdef bint arm(Core* core) noexcept nogil:
@@ -307,7 +333,7 @@ cdef void* service_main(void* arg) noexcept nogil:
         again = step_links(core, now)
         if core.stop and all_closed(core):
             break
-        if moved or again or not arm(core):
+        if serve_copies(core) or moved or again or not arm(core):
             core_unlock(core)
             core_lock(core)
             continue

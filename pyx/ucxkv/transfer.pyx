@@ -17,6 +17,7 @@ from ucxkv.core cimport (
     DONE,
     FAILURES,
     FENCING,
+    GET_RING,
     LATENCY_BUCKETS,
     MAX_TRANSFERS,
     PATH_GET,
@@ -169,6 +170,8 @@ cdef void transfer_begin(Transfer* t, Link* link) noexcept nogil:
         t.link_prev = link.transfers.link_prev
         t.link_prev.link_next = t
         t.link_next.link_prev = t
+    t.direct = link.cma_pid if t.path == PATH_GET else 0
+    t.core.n_direct += t.direct != 0
     link.dirty = True
     if t.total == 0:
         landed(t)
@@ -179,6 +182,15 @@ cdef void signal_waiters(Transfer* t) noexcept nogil:
     pthread_cond_broadcast(&t.cond)
     if t.event_fd >= 0 and t.state == DONE:
         write(t.event_fd, &one, sizeof(one))
+
+
+cdef void transfer_collect(Transfer* t) noexcept nogil:
+    """Count the bytes of the ring that have landed without a gap."""
+    while t.queued > 0 and t.ring[t.head].done:
+        t.landed = t.ring[t.head].end
+        t.ring[t.head].done = False
+        t.head = (t.head + 1) % GET_RING
+        t.queued -= 1
 
 
 cdef void transfer_advance(Transfer* t, uint64_t good) noexcept nogil:
@@ -366,6 +378,7 @@ cdef void leave_link(Transfer* t) noexcept nogil:
         if link.transfers == t:
             link.transfers = t.link_next
     link.n_transfers -= 1
+    t.core.n_direct -= t.direct != 0
     link.dirty = True
     if link.watched and link.n_transfers == 0:
         core_notify(t.core)
@@ -404,7 +417,7 @@ cdef void answer_later(Link* link, uint64_t offer, uint32_t status, uint32_t pat
 cdef void transfer_settle(Transfer* t) noexcept nogil:
     """Finish a transfer whose end is decided as soon as nothing of it is in flight."""
     cdef Core* core = t.core
-    if t.state != FENCING or t.outstanding > 0:
+    if t.state != FENCING or t.outstanding > 0 or t.copying > 0:
         return
     t.ended = now_ns()
     if t.link != NULL:

@@ -1,0 +1,209 @@
+"""The path "get" on one host: many spans read by one call of process_vm_readv.
+
+UCX's transport for memory of other processes, CMA, spends a system call on each span.  Where a
+link's GETs go through it, the bytes are copied here instead, a batch of spans at a time, by the
+threads that wait for the transfer and, for one that nobody waits for or that has much left, by the
+service thread.  Several threads may copy for one transfer: each claims the next batch under the
+engine's lock, copies it without, and books it.
+
+The last range of each batch is the generation word of the cache, or of the hold.  The kernel fills the ranges of a
+call in their order, so the right word shows that the memory was still registered after the batch
+had been read; and, being 64 random bits, that the process was still the one that was meant: a
+process id can be given to another one at any time, which no check before the call would notice.
+
+A batch that comes short is an error, unless the word has changed.  It is not left to UCX, which
+(seen in 1.22) takes a GET for complete when the kernel could read only the beginning of it.
+"""
+
+from libc.stdint cimport uint32_t, uint64_t
+
+from ucxkv.core cimport (
+    GET_MAX,
+    GET_RING,
+    RUNNING,
+    ST_FAILED,
+    Core,
+    GetOp,
+    Link,
+    Transfer,
+    core_lock,
+    core_unlock,
+    core_wake,
+)
+from ucxkv.lanes cimport lanes_use
+from ucxkv.spans cimport cursor_advance, cursor_run
+from ucxkv.transfer cimport (
+    transfer_advance,
+    transfer_collect,
+    transfer_end,
+    transfer_settle,
+    transfer_unref,
+    transfer_word_gone,
+)
+from ucxkv.ucp cimport UCS_OK
+
+
+cdef extern from "<sys/uio.h>" nogil:
+    struct iovec:
+        void* iov_base
+        size_t iov_len
+    ssize_t process_vm_readv(int pid, const iovec* local, unsigned long local_count,
+                             const iovec* remote, unsigned long remote_count, unsigned long flags)
+
+
+cdef enum:
+    # More ranges in one call gain nothing (measured), and this many times 4 KiB is GET_MAX.
+    MAX_RANGES = 256
+    # Others wait for the service thread.
+    SERVICE_BYTES = 262144
+    # A transfer with this much left is worth a second thread.
+    SHARED_BYTES = 2097152
+    # Linux: no process id has more bits.
+    PID_MAX = 4194304
+
+
+cdef struct Ranges:
+    iovec of[MAX_RANGES + 1]
+    uint32_t count
+
+
+cdef struct Batch:
+    Ranges far
+    Ranges near
+    uint64_t length             # with the word
+    uint64_t word
+    int pid
+    GetOp* op
+
+
+cdef void cma_trial(Link* link, uint64_t pid) noexcept nogil:
+    """Find out whether the peer, which says that it is `pid`, can be read without UCX.
+
+    To be asked when a GET has worked.  A user who has UCX leave CMA alone means this as well.
+    """
+    cdef uint64_t word = 0
+    if (pid > 0 and pid < PID_MAX and lanes_use(&link.rma, b"cma")
+            and read_word(<int>pid, link.words_address, &word) and word == link.word0):
+        link.cma_pid = <int>pid
+
+
+cdef bint read_word(int pid, uint64_t address, uint64_t* word) noexcept nogil:
+    cdef iovec near, far
+    near.iov_base = word
+    near.iov_len = sizeof(uint64_t)
+    far.iov_base = <void*>address
+    far.iov_len = sizeof(uint64_t)
+    return process_vm_readv(pid, &near, 1, &far, 1, 0) == sizeof(uint64_t)
+
+
+cdef inline void add(Ranges* ranges, uint64_t address, uint64_t length) noexcept nogil:
+    cdef iovec* last = &ranges.of[ranges.count - 1]
+    if ranges.count > 0 and <uint64_t>last.iov_base + last.iov_len == address:
+        last.iov_len += length
+        return
+    ranges.of[ranges.count].iov_base = <void*>address
+    ranges.of[ranges.count].iov_len = length
+    ranges.count += 1
+
+
+cdef bint claim(Transfer* t, Batch* batch, uint64_t limit) noexcept nogil:
+    """Fill `batch` with the next spans, at most `limit` bytes; False if there are none to claim."""
+    cdef uint64_t source = 0, target = 0, length
+    if t.state != RUNNING or t.direct == 0 or t.posted >= t.total or t.queued >= GET_RING:
+        return False
+    batch.pid = t.direct
+    batch.length = 0
+    batch.far.count = 0
+    batch.near.count = 0
+    while batch.length < limit and batch.far.count < MAX_RANGES and batch.near.count < MAX_RANGES:
+        # Spans are counted as the destination has them, whatever they are cut into on their way.
+        t.spans += t.dst_cursor.run == 0
+        length = cursor_run(&t.src_cursor, &t.src_geo, limit - batch.length, &source)
+        length = cursor_run(&t.dst_cursor, &t.dst_geo, length, &target)
+        add(&batch.far, source, length)
+        add(&batch.near, target, length)
+        cursor_advance(&t.src_cursor, &t.src_geo, length)
+        cursor_advance(&t.dst_cursor, &t.dst_geo, length)
+        batch.length += length
+        if t.posted + batch.length == t.total:
+            break
+    t.posted += batch.length
+    batch.op = &t.ring[(t.head + t.queued) % GET_RING]
+    batch.op.end = t.posted
+    batch.op.done = False
+    t.queued += 1
+    t.copying += 1
+    t.refs += 1
+    add(&batch.far, word_address(t), sizeof(uint64_t))
+    add(&batch.near, <uint64_t>&batch.word, sizeof(uint64_t))
+    batch.length += sizeof(uint64_t)
+    return True
+
+
+cdef inline uint64_t word_address(const Transfer* t) noexcept nogil:
+    return t.link.words_address + t.word_slot * sizeof(uint64_t)
+
+
+cdef void book(Transfer* t, const Batch* batch, bint whole, bint told) noexcept nogil:
+    """Take note of a batch that was read, or not: then `told` says whether its word was."""
+    t.copying -= 1
+    if t.state == RUNNING:
+        if told and batch.word != t.word:
+            transfer_word_gone(t)
+        elif whole:
+            batch.op.done = True
+            t.link.bytes_direct += batch.length - sizeof(uint64_t)
+            transfer_collect(t)
+            transfer_advance(t, t.landed)
+        elif told:
+            transfer_end(t, ST_FAILED, UCS_OK, b"memory of the cache cannot be read")
+        else:
+            transfer_end(t, ST_FAILED, UCS_OK, b"the peer's process cannot be read any more")
+    transfer_settle(t)
+    transfer_unref(t)
+
+
+cdef bint copy_batch(Transfer* t, uint64_t limit) noexcept nogil:
+    """Copy a batch of `t`, giving up the lock meanwhile; False if there is nothing to copy."""
+    cdef Core* core = t.core
+    cdef Batch batch
+    cdef uint64_t address
+    cdef bint whole, told
+    if not claim(t, &batch, limit):
+        return False
+    address = word_address(t)
+    core_unlock(core)
+    whole = process_vm_readv(batch.pid, batch.near.of, batch.near.count, batch.far.of,
+                             batch.far.count, 0) == <ssize_t>batch.length
+    told = whole or read_word(batch.pid, address, &batch.word)
+    core_lock(core)
+    book(t, &batch, whole, told)
+    return True
+
+
+cdef bint cma_drive(Transfer* t) noexcept nogil:
+    """Copy a batch of `t` for a caller that waits for it; False if there is none to copy.
+
+    The engine's lock is given up meanwhile.
+    """
+    if t.total - t.posted >= SHARED_BYTES:
+        core_wake(t.core)
+    return copy_batch(t, GET_MAX)
+
+
+cdef bint cma_serve(Link* link) noexcept nogil:
+    """Copy a batch for one of the link's transfers, for the service thread, which alone may call
+    this; False if no transfer needs it.
+
+    The engine's lock is given up meanwhile.
+    """
+    cdef Transfer* t
+    cdef uint32_t left = link.n_transfers
+    while left > 0:
+        left -= 1
+        t = link.transfers
+        link.transfers = t.link_next
+        if ((t.drivers == 0 or t.total - t.posted >= SHARED_BYTES)
+                and copy_batch(t, SERVICE_BYTES)):
+            return True
+    return False
