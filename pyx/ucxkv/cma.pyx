@@ -6,10 +6,11 @@ threads that wait for the transfer and, for one that nobody waits for or that ha
 service thread.  Several threads may copy for one transfer: each claims the next batch under the
 engine's lock, copies it without, and books it.
 
-The last range of each batch is the generation word of the cache, or of the hold.  The kernel fills the ranges of a
-call in their order, so the right word shows that the memory was still registered after the batch
-had been read; and, being 64 random bits, that the process was still the one that was meant: a
-process id can be given to another one at any time, which no check before the call would notice.
+The last range of each batch is the generation word of the cache, or the word of the hold.  The
+kernel fills the ranges of a call in their order, so the right word shows that the memory was still
+what it should be after the batch had been read; and, being 64 random bits, that the process was
+still the one that was meant: a process id can be given to another one at any time, which no check
+before the call would notice.
 
 A batch that comes short is an error, unless the word has changed.  It is not left to UCX, which
 (seen in 1.22) takes a GET for complete when the kernel could read only the beginning of it.

@@ -160,7 +160,8 @@ cdef NativeHold hold_create(object engine, Core* core, CacheMem* mem, uint64_t e
     if gone:
         raise KeyError(mem.cache_id)
     if full:
-        raise MemoryError(f"an engine has at most {MAX_WORDS - OWN_WORDS} caches and holds at a time")
+        raise MemoryError(
+            f"an engine has at most {MAX_WORDS - OWN_WORDS} caches and holds at a time")
     return result
 
 
