@@ -357,7 +357,8 @@ class LlmDataDist:
         `notice`, at most 4096 bytes, is told to the owner (see `notices`) when all has landed:
         exactly once if this returns, which it does when the owner's engine has it, and otherwise at
         most once.  `hold` is the token of a hold of the source (see `hold`), which ends with the
-        notice.
+        notice.  That a hold has ended is found out when bytes have come, those of the first layer
+        at the latest; a pull of nothing does not look.
 
         Raises, by the first check that fails: TypeError; ParamInvalid (values); KvCacheNotExist
         (local); NotYetLink; KvCacheNotExist (remote); ParamInvalid (geometry); HoldEnded (a hold of

@@ -277,8 +277,7 @@ cdef struct Notice:
 
 cdef struct Hold:
     int refs
-    Hold* prev                  # active ones, in the order in which they expire
-    Hold* next
+    uint32_t place              # in Core.expiring
     CacheMem* mem
     uint32_t slot
     uint64_t word
@@ -323,6 +322,7 @@ cdef struct CacheMem:
     uint32_t pulls              # transfers into it, and copies into or from it
     uint32_t serves             # requests that read it
     uint32_t pushes             # offers of it
+    uint32_t holds              # active ones
 
 
 cdef struct RemoteMem:
@@ -448,8 +448,7 @@ cdef struct Core:
     ucp_mem_h scratch_memh
     CacheMem** caches           # by word
     Hold** holds                # by word
-    Hold* first_hold
-    Hold* last_hold
+    Hold** expiring             # a heap of the active ones: none expires before its parent
     uint32_t n_holds
     Notice* first_notice
     Notice* last_notice

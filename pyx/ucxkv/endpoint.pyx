@@ -24,6 +24,7 @@ from ucxkv.core cimport (
     Link,
     Plane,
     RemoteMem,
+    Totals,
     Transfer,
     core_lock,
     core_notify,
@@ -412,7 +413,12 @@ cdef class NativeLink:
 
         Besides, its bytes read without UCX, endpoint repairs and dropped messages.
         """
-        cdef dict counted = totals_dict(&self.link.totals)
+        cdef Totals totals
+        with nogil:
+            core_lock(self.core)
+            totals = self.link.totals
+            core_unlock(self.core)
+        cdef dict counted = totals_dict(&totals)
         counted["bytes_direct"] = self.link.bytes_direct
         counted["repairs"] = self.link.repairs
         counted["dropped"] = self.link.dropped
