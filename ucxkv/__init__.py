@@ -10,6 +10,7 @@ from ucxkv.errors import (  # noqa: E402
     AlreadyLink,
     ExistLink,
     FeatureNotEnabled,
+    HoldEnded,
     KvCacheNotExist,
     LinkFailed,
     LlmError,
@@ -20,6 +21,9 @@ from ucxkv.errors import (  # noqa: E402
     Status,
     UnlinkFailed,
 )
+from ucxkv.holds import Hold  # noqa: E402
+from ucxkv.layered import LayeredPush, LayerReady  # noqa: E402
+from ucxkv.notices import Notice, Notices  # noqa: E402
 from ucxkv.options import Options  # noqa: E402
 from ucxkv.transfers import Transfer  # noqa: E402
 from ucxkv.types import (  # noqa: E402
@@ -36,6 +40,7 @@ from ucxkv.types import (  # noqa: E402
     LinkResult,
     LlmRole,
     TransferReport,
+    TransferStats,
 )
 
 __all__ = [
@@ -49,9 +54,13 @@ __all__ = [
     "EngineStats",
     "ExistLink",
     "FeatureNotEnabled",
+    "Hold",
+    "HoldEnded",
     "IpInfo",
     "KvCacheExtParam",
     "KvCacheNotExist",
+    "LayerReady",
+    "LayeredPush",
     "LinkFailed",
     "LinkInfo",
     "LinkResult",
@@ -61,11 +70,14 @@ __all__ = [
     "LlmRole",
     "LlmTimeout",
     "NotYetLink",
+    "Notice",
+    "Notices",
     "Options",
     "ParamInvalid",
     "Status",
     "Transfer",
     "TransferReport",
+    "TransferStats",
     "UnlinkFailed",
     "__version__",
 ]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _WIDTH = 80
 _MAX_TOKENS_STEP = 256
+_BLOCK_TOKENS = 16
 _INTERRUPTED = 130
 
 PROMPT = """\
@@ -117,6 +118,14 @@ def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--path", choices=("auto", "get", "stream"), default="auto",
         help="how the cache moves: one-sided reads, streamed by the owner, or as fits",
     )  # fmt: skip
+    demo.add_argument(
+        "--paged", action="store_true",
+        help="caches in scattered blocks, held by prefill until decode gives notice",
+    )  # fmt: skip
+    demo.add_argument(
+        "--block-size", type=_at_least(1), metavar="N",
+        help=f"with --paged: tokens in a block ({_BLOCK_TOKENS})",
+    )  # fmt: skip
     demo.add_argument("--json", action="store_true", help="print JSON")
     demo.add_argument(
         "--timeout", type=_seconds, default=60.0, metavar="S",
@@ -136,7 +145,7 @@ def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
         )  # fmt: skip
     model.add_argument(
         "--max-tokens", type=_at_least(1), metavar="N",
-        help="tokens a slot of the cache has room for (as many as needed)",
+        help="tokens a sequence in the cache has room for (as many as needed)",
     )  # fmt: skip
     model.add_argument(
         "--seed", type=_at_least(0), default=0, metavar="N", help="seed of the weights (0)"
@@ -174,11 +183,13 @@ def _info(options: argparse.Namespace) -> int:
 
 def _demo(options: argparse.Namespace) -> int:
     from ucxkv.demo.run import DemoError, run
-    from ucxkv.demo.show import Bars
+    from ucxkv.demo.show import progress
 
     forced = os.environ.get("UCXKV_PATH")
     if forced and options.path not in ("auto", forced):
         return _fail(f"--path {options.path} contradicts the environment's UCXKV_PATH={forced}", 2)
+    if options.block_size and not options.paged:
+        return _fail("--block-size needs --paged", 2)
     try:
         prompt = _prompt(options)
         config = _config(options, len(prompt))
@@ -187,14 +198,15 @@ def _demo(options: argparse.Namespace) -> int:
     except ValueError as error:
         return _fail(str(error), 2)
     try:
-        with contextlib.closing(Bars()) as bars:
+        with contextlib.closing(progress()) as shown:
             outcome = run(
                 config,
                 prompt,
                 tokens=options.tokens,
                 path=options.path,
+                block_tokens=(options.block_size or _BLOCK_TOKENS) if options.paged else None,
                 timeout=options.timeout,
-                watcher=bars.update,
+                watcher=shown.update,
             )
     except DemoError as error:
         if error.details:

@@ -18,7 +18,11 @@ from numpy.typing import NDArray
 from ucxkv import copies, geometry
 from ucxkv.catalogue import LocalEntry
 from ucxkv.clusters import cluster_number, clusters_of
+from ucxkv.engine import monotonic_ns
 from ucxkv.errors import KvCacheNotExist, LlmError, LlmOutOfMemory, ParamInvalid
+from ucxkv.holds import Hold
+from ucxkv.layered import LayerReady, ready_by
+from ucxkv.notices import Notices
 from ucxkv.options import Options
 from ucxkv.running import Running
 from ucxkv.submission import common, run, run_async
@@ -35,6 +39,7 @@ from ucxkv.types import (
     LinkResult,
     LlmRole,
     TransferReport,
+    transfer_totals,
 )
 
 _ACCESS = ("r", "rw", "")
@@ -339,6 +344,8 @@ class LlmDataDist:
         ext_param: KvCacheExtParam = KvCacheExtParam(),
         *,
         timeout_ms: float | None = None,
+        notice: bytes | None = None,
+        hold: str | None = None,
     ) -> TransferReport:
         """Copy one slot of a peer's cache into slot `batch_index` of a cache of ours.
 
@@ -347,16 +354,22 @@ class LlmDataDist:
         touched.  Returns when every byte is in place and known to be what the cache held while it
         was registered.  `timeout_ms` defaults to `Options.sync_cache_wait_time_ms`.
 
+        `notice`, at most 4096 bytes, is told to the owner (see `notices`) when all has landed:
+        exactly once if this returns, which it does when the owner's engine has it, and otherwise at
+        most once.  `hold` is the token of a hold of the source (see `hold`), which ends with the
+        notice.
+
         Raises, by the first check that fails: TypeError; ParamInvalid (values); KvCacheNotExist
-        (local); NotYetLink; KvCacheNotExist (remote); ParamInvalid (geometry); FeatureNotEnabled
-        (a forced path the link does not have); then LlmTimeout, KvCacheNotExist, NotYetLink or
-        LlmError when the transfer fails.  After any of them no byte is written on its behalf.
+        (local); NotYetLink; KvCacheNotExist (remote); ParamInvalid (geometry); HoldEnded (a hold of
+        another cache); FeatureNotEnabled (a forced path the link does not have); then LlmTimeout,
+        KvCacheNotExist, HoldEnded, NotYetLink or LlmError when the transfer fails.  After any of
+        them no byte is written on its behalf.
         """
-        running = self._engine()
-        call = geometry.check_slots(
-            common(running, src_cache_index, dst_cache, ext_param, timeout_ms), batch_index, size
+        engine = self._engine()
+        given = common(
+            engine, src_cache_index, dst_cache, ext_param, timeout_ms, notice=notice, hold=hold
         )
-        return run(running, call)
+        return run(engine, geometry.check_slots(given, batch_index, size))
 
     def pull_kv_cache_async(
         self,
@@ -367,17 +380,19 @@ class LlmDataDist:
         ext_param: KvCacheExtParam = KvCacheExtParam(),
         *,
         timeout_ms: float | None = None,
+        notice: bytes | None = None,
+        hold: str | None = None,
     ) -> Transfer:
         """Like `pull_kv_cache`, but returns the running Transfer.
 
         Checks that need no waiting raise here; where a link is being set up or a cache id has to be
         confirmed with its owner, what is found comes out of the Transfer.
         """
-        running = self._engine()
-        call = geometry.check_slots(
-            common(running, src_cache_index, dst_cache, ext_param, timeout_ms), batch_index, size
+        engine = self._engine()
+        given = common(
+            engine, src_cache_index, dst_cache, ext_param, timeout_ms, notice=notice, hold=hold
         )
-        return run_async(running, call)
+        return run_async(engine, geometry.check_slots(given, batch_index, size))
 
     def pull_kv_blocks(
         self,
@@ -388,6 +403,8 @@ class LlmDataDist:
         ext_param: KvCacheExtParam = KvCacheExtParam(),
         *,
         timeout_ms: float | None = None,
+        notice: bytes | None = None,
+        hold: str | None = None,
     ) -> TransferReport:
         """Copy blocks of a peer's cache into blocks of a cache of ours.
 
@@ -401,13 +418,11 @@ class LlmDataDist:
         Raises what `pull_kv_cache` raises; ParamInvalid also for lists of unequal length, a block
         out of range, and a destination named twice.
         """
-        running = self._engine()
-        call = geometry.check_blocks(
-            common(running, src_cache_index, dst_cache, ext_param, timeout_ms),
-            src_blocks,
-            dst_blocks,
+        engine = self._engine()
+        given = common(
+            engine, src_cache_index, dst_cache, ext_param, timeout_ms, notice=notice, hold=hold
         )
-        return run(running, call)
+        return run(engine, geometry.check_blocks(given, src_blocks, dst_blocks))
 
     def pull_kv_blocks_async(
         self,
@@ -418,15 +433,15 @@ class LlmDataDist:
         ext_param: KvCacheExtParam = KvCacheExtParam(),
         *,
         timeout_ms: float | None = None,
+        notice: bytes | None = None,
+        hold: str | None = None,
     ) -> Transfer:
         """Like `pull_kv_blocks`, but returns the running Transfer."""
-        running = self._engine()
-        call = geometry.check_blocks(
-            common(running, src_cache_index, dst_cache, ext_param, timeout_ms),
-            src_blocks,
-            dst_blocks,
+        engine = self._engine()
+        given = common(
+            engine, src_cache_index, dst_cache, ext_param, timeout_ms, notice=notice, hold=hold
         )
-        return run_async(running, call)
+        return run_async(engine, geometry.check_blocks(given, src_blocks, dst_blocks))
 
     # -- copies -------------------------------------------------------------------------------
 
@@ -512,13 +527,9 @@ class LlmDataDist:
         Raises what `pull_kv_cache` raises.  After a failure the peer may still write the offered
         slot until it has heard of it; the peer's `quiesce` ends that.
         """
-        running = self._engine()
-        call = geometry.check_slots(
-            common(running, dst_cache_index, src_cache, ext_param, timeout_ms, push=True),
-            src_batch_index,
-            size,
-        )
-        return run(running, call)
+        engine = self._engine()
+        given = common(engine, dst_cache_index, src_cache, ext_param, timeout_ms, push=True)
+        return run(engine, geometry.check_slots(given, src_batch_index, size))
 
     def push_kv_cache_async(
         self,
@@ -529,15 +540,35 @@ class LlmDataDist:
         ext_param: KvCacheExtParam = KvCacheExtParam(),
         *,
         timeout_ms: float | None = None,
+        layer_ready: LayerReady | None = None,
     ) -> Transfer:
-        """Like `push_kv_cache`, but returns the running Transfer, whose layers land all at once."""
-        running = self._engine()
-        call = geometry.check_slots(
-            common(running, dst_cache_index, src_cache, ext_param, timeout_ms, push=True),
-            src_batch_index,
-            size,
-        )
-        return run_async(running, call)
+        """Like `push_kv_cache`, but returns the running Transfer, whose layers land all at once.
+
+        With `layer_ready` it is a `LayeredPush`: each layer, counted from 0 within the pushed
+        range, is sent as soon as it is ready, in whatever order that happens.  `layer_ready` is
+
+        - True: the application calls `transfer.layer_ready(i)`;
+        - a sequence of events, one per layer, with `is_set()` (of threading, multiprocessing or
+          asyncio) or `query()` (torch.cuda.Event);
+        - a function: layer `i` is ready once `layer_ready(i)` is true.
+
+        Events and functions are asked every 0.2 to 2 ms, for each layer that is not ready, by a
+        thread of the engine that all its pushes share: they must return at once.  If one raises,
+        the layers that have not landed fail with LlmError, whose cause it is.
+
+        The checks are made once, `timeout_ms` is the deadline of the whole: at it the layers that
+        have not landed fail with LlmTimeout, those that have keep their result
+        (`LayeredPush.layer_results`).  A layer that is not ready counts as running: unregistering
+        the source and unlinking wait for it within their timeouts, and `quiesce` of its destination
+        ends it.
+
+        Raises also TypeError if `layer_ready` is none of these, and, as the last check,
+        ParamInvalid for a number of events that is not that of the layers.
+        """
+        engine = self._engine()
+        ready = ready_by(layer_ready)
+        given = common(engine, dst_cache_index, src_cache, ext_param, timeout_ms, push=True)
+        return run_async(engine, geometry.check_slots(given, src_batch_index, size), ready)
 
     def push_kv_blocks(
         self,
@@ -554,13 +585,9 @@ class LlmDataDist:
         The mirror of `pull_kv_blocks`: local block `src_blocks[i]` goes to remote block
         `dst_blocks[i]`; with `src_blocks` None the local slot 0 is cut into the remote blocks.
         """
-        running = self._engine()
-        call = geometry.check_blocks(
-            common(running, dst_cache_index, src_cache, ext_param, timeout_ms, push=True),
-            src_blocks,
-            dst_blocks,
-        )
-        return run(running, call)
+        engine = self._engine()
+        given = common(engine, dst_cache_index, src_cache, ext_param, timeout_ms, push=True)
+        return run(engine, geometry.check_blocks(given, src_blocks, dst_blocks))
 
     def push_kv_blocks_async(
         self,
@@ -571,15 +598,16 @@ class LlmDataDist:
         ext_param: KvCacheExtParam = KvCacheExtParam(),
         *,
         timeout_ms: float | None = None,
+        layer_ready: LayerReady | None = None,
     ) -> Transfer:
-        """Like `push_kv_blocks`, but returns the running Transfer."""
-        running = self._engine()
-        call = geometry.check_blocks(
-            common(running, dst_cache_index, src_cache, ext_param, timeout_ms, push=True),
-            src_blocks,
-            dst_blocks,
-        )
-        return run_async(running, call)
+        """Like `push_kv_blocks`, but returns the running Transfer.
+
+        `layer_ready` is as for `push_kv_cache_async`.
+        """
+        engine = self._engine()
+        ready = ready_by(layer_ready)
+        given = common(engine, dst_cache_index, src_cache, ext_param, timeout_ms, push=True)
+        return run_async(engine, geometry.check_blocks(given, src_blocks, dst_blocks), ready)
 
     def quiesce(
         self,
@@ -599,17 +627,84 @@ class LlmDataDist:
         Raises KvCacheNotExist if the cache is not registered, ParamInvalid for blocks out of range.
         """
         running = self._engine()
+        timeout = geometry.timeout(timeout_ms) / 1e3
+        entry, blocks = self._part(running, cache, slot_or_blocks)
+        entry.native.quiesce(blocks, timeout)
+
+    # -- holds and notices --------------------------------------------------------------------
+
+    def hold(
+        self,
+        cache: Cache,
+        slot_or_blocks: int | Sequence[int] | NDArray[Any] | None,
+        ttl_ms: float,
+    ) -> Hold:
+        """Promise to leave a slot, or blocks, of a cache alone for at most `ttl_ms` milliseconds.
+
+        The promise is the application's to keep: it does not give the memory another use before the
+        hold has ended.  `Hold.token` goes to the peer by the application's own channel, and the
+        peer's pulls name it.  None stands for the whole cache.  Which blocks are meant is between
+        the applications: the engines see to it that a pull with this token fails once the hold has
+        ended, whatever it pulls of the cache.
+
+        Raises KvCacheNotExist if the cache is not registered, ParamInvalid for blocks out of range,
+        a time that is not positive, or a cache that no peer may pull from, LlmOutOfMemory where
+        there are 65535 caches and holds.
+        """
+        running = self._engine()
+        entry, blocks = self._part(running, cache, slot_or_blocks)
+        ttl = geometry.timeout(ttl_ms, "ttl_ms")
+        if not entry.access:
+            raise ParamInvalid(f"cache {entry.cache_id} has access '': no peer pulls from it")
+        try:
+            native = entry.native.hold(monotonic_ns() + int(ttl * 1e6))
+        except KeyError:
+            raise KvCacheNotExist(f"cache {entry.cache_id} is being unregistered") from None
+        except MemoryError as error:
+            raise LlmOutOfMemory(str(error)) from error
+        return Hold(
+            native,
+            entry.cache_id,
+            entry.native.generation,
+            None if blocks is None else tuple(blocks.tolist()),
+        )
+
+    def notices(self, timeout_ms: float | None = None) -> Notices:
+        """What peers have told by the `notice` of their pulls: iterate, or iterate asynchronously.
+
+        Iteration ends when none has come for `timeout_ms` milliseconds (None: only when the engine
+        is finalized; 0: at once).  `fileno()` of the result is a descriptor to poll.  All iterators
+        share one queue of `Options.notice_queue` places; peers whose notice finds none wait.
+        """
+        checked = None if timeout_ms is None else geometry.milliseconds(timeout_ms, "timeout_ms")
+        if checked is not None and not checked >= 0:
+            raise ParamInvalid(f"timeout_ms must not be negative, not {timeout_ms}")
+        return Notices(self._engine().native, None if checked is None else checked / 1e3)
+
+    def _part(
+        self, running: Running, cache: Any, slot_or_blocks: Any
+    ) -> tuple[LocalEntry, NDArray[Any] | None]:
+        """A cache of ours, and a slot or blocks of it as ascending numbers."""
         if not isinstance(cache, Cache):
             raise TypeError(f"cache must be a Cache, not {type(cache).__name__}")
         blocks = geometry.ascending_blocks(slot_or_blocks)
-        timeout = geometry.timeout(timeout_ms) / 1e3
         entry = running.catalogue.get(cache.cache_id)
         if entry is None:
             raise KvCacheNotExist(f"no local cache {cache.cache_id} is registered")
         if blocks is not None and blocks.size and blocks[-1] >= entry.blocks:
             raise ParamInvalid(f"block {blocks[-1]} of a cache with {entry.blocks} blocks")
-        entry.native.quiesce(blocks, timeout)
+        return entry, blocks
 
     def stats(self) -> EngineStats:
-        """Totals of this engine's pulls since it was initialized, and their latency quantiles."""
-        return EngineStats.from_totals(self._engine().native.totals())
+        """Totals since the engine was initialized, and those of each present link."""
+        running = self._engine()
+        counted = running.native.totals()
+        return EngineStats(
+            **transfer_totals(counted),
+            links=running.links.stats(),
+            notices_received=counted["notices_received"],
+            notices_queued=counted["notices_queued"],
+            notices_waiting=counted["notices_waiting"],
+            holds=counted["holds"],
+            dropped=counted["dropped"],
+        )

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Status(IntEnum):
-    """Outcomes, with the values LLM-DataDist gives them."""
+    """Outcomes, with the values LLM-DataDist gives them; HOLD_ENDED is ucxkv's own."""
 
     SUCCESS = 0
     FAILED = 0xFFFFFFFF
@@ -26,6 +26,7 @@ class Status(IntEnum):
     FEATURE_NOT_ENABLED = 0x5010B019
     TIMEOUT = 0x5010B01A
     OUT_OF_MEMORY = 0x5010B01C
+    HOLD_ENDED = 0x5010B101
 
 
 class LlmError(RuntimeError):
@@ -108,6 +109,12 @@ class LlmOutOfMemory(LlmError, MemoryError):
     status = Status.OUT_OF_MEMORY
 
 
+class HoldEnded(LlmError):
+    """The hold that the pull names has ended: its memory may have been given to another use."""
+
+    status = Status.HOLD_ENDED
+
+
 _BY_STATUS: dict[Status, type[LlmError]] = {
     kind.status: kind
     for kind in (
@@ -122,6 +129,7 @@ _BY_STATUS: dict[Status, type[LlmError]] = {
         FeatureNotEnabled,
         LlmTimeout,
         LlmOutOfMemory,
+        HoldEnded,
     )
 }
 _BY_STATUS[Status.DEVICE_OUT_OF_MEMORY] = LlmOutOfMemory

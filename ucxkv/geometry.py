@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ucxkv.errors import ParamInvalid
+from ucxkv.holds import Token, token_of
 from ucxkv.spans import distinct
 from ucxkv.types import Cache, CacheIndex, DataType, KvCacheExtParam
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     Entry: TypeAlias = LocalEntry | RemoteEntry
 
 _ALL = (-1, -1)
+# As in pyx/ucxkv/core.pxd.
+NOTICE_BYTES = 4096
 # A century: what is longer would not fit the clock.
 FOREVER_MS = 100 * 365 * 86400e3
 
@@ -53,6 +56,8 @@ class Call:
     src_blocks: Blocks | None = None
     dst_blocks: Blocks | None = None
     push: bool = False
+    notice: bytes | None = None
+    hold: Token | None = None
 
 
 class Plan(NamedTuple):
@@ -85,12 +90,23 @@ def milliseconds(value: Any, name: str) -> float:
         raise ParamInvalid(f"{name} is too large") from None
 
 
-def timeout(value: Any) -> float:
+def timeout(value: Any, name: str = "timeout_ms") -> float:
     """A timeout in milliseconds: a positive number, held within what the clock can count."""
-    checked = milliseconds(value, "timeout_ms")
+    checked = milliseconds(value, name)
     if not checked > 0:
-        raise ParamInvalid(f"timeout_ms must be positive, not {value}")
+        raise ParamInvalid(f"{name} must be positive, not {value}")
     return min(checked, FOREVER_MS)
+
+
+def _notice(value: Any) -> bytes | None:
+    if value is None:
+        return None
+    if not isinstance(value, (bytes, bytearray, memoryview)):
+        raise TypeError(f"notice must be bytes, not {type(value).__name__}")
+    notice = bytes(value)
+    if len(notice) > NOTICE_BYTES:
+        raise ParamInvalid(f"a notice of {len(notice)} bytes, where {NOTICE_BYTES} are allowed")
+    return notice
 
 
 def _layer_range(value: Any, name: str) -> tuple[int, int]:
@@ -142,6 +158,8 @@ class Common:
     timeout_ms: Any
     default_timeout_ms: float
     push: bool = False
+    notice: Any = None
+    hold: Any = None
 
 
 def check_slots(common: Common, near_batch: Any, size: Any) -> Call:
@@ -171,6 +189,8 @@ def check_slots(common: Common, near_batch: Any, size: Any) -> Call:
             else milliseconds(common.timeout_ms, "timeout_ms")
         ),
         push=common.push,
+        notice=_notice(common.notice),
+        hold=None if common.hold is None else token_of(common.hold),
     )
     if call.size != -1 and call.size <= 0:
         raise ParamInvalid(f"size must be -1 or positive, not {call.size}")

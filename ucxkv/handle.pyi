@@ -10,6 +10,7 @@ class TransferHandle:
         remote: RemoteCache,
         local: LocalCache,
         *,
+        push: bool,
         get: bool,
         src_first: int,
         dst_first: int,
@@ -21,23 +22,11 @@ class TransferHandle:
         src_blocks: Any = None,
         dst_blocks: Any = None,
         attended: bool = False,
+        withheld: bool = False,
+        hold: tuple[int, int] | None = None,
+        notice: bytes | None = None,
     ) -> None: ...
-    def offer(
-        self,
-        link: NativeLink,
-        remote: RemoteCache,
-        local: LocalCache,
-        *,
-        src_first: int,
-        dst_first: int,
-        tensors: int,
-        tensors_per_layer: int,
-        block_len: int,
-        src_block: int = 0,
-        dst_block: int = 0,
-        src_blocks: Any = None,
-        dst_blocks: Any = None,
-    ) -> None: ...
+    def release(self) -> None: ...
     def end(self, status: int, reason: str = "") -> None: ...
     def wait(self, seconds: float | None = None, layer: int = -1, signals: bool = True) -> bool: ...
     def event_fd(self) -> int: ...
@@ -49,6 +38,8 @@ class TransferHandle:
     def reason(self) -> str: ...
     @property
     def get(self) -> bool | None: ...
+    @property
+    def withheld(self) -> bool: ...
     @property
     def total(self) -> int: ...
     @property

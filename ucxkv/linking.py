@@ -136,12 +136,12 @@ class Linking:
         self._listener, self.listen_address = fresh, moved
         self._host = wanted[0] if wanted is not None else ""
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Accept and make no more links."""
         self._closed = True
-        self._listener.close()
         for cluster_id in self._dials:
             self.give_up(cluster_id)
+        await self._listener.end()
 
     def let_go(self) -> None:
         """Refer to the native engine no more; nothing else may be called afterwards.

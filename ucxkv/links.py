@@ -453,6 +453,7 @@ class Link:
                 words_address=message.words_address,
                 words_rkey=message.words_rkey,
                 word0=message.word0,
+                cluster_id=self.cluster_id,
             )
         except (ValueError, OverflowError) as error:
             raise wire.ProtocolError(f"the peer's attachment: {error}") from error

@@ -21,6 +21,8 @@ class Options:
     secret: shared by all clusters that may link with each other; None (the default): anyone may.
     path: "auto" (the default) chooses per transfer; "get" and "stream" force one.  The environment
         variable UCXKV_PATH overrides it.
+    notice_queue: how many notices of peers are kept for `LlmDataDist.notices` (4096); pulls whose
+        notice finds no room wait, within their deadlines.
     ucx: UCX settings by their names without the UCX_ prefix, such as {"TLS": "tcp"}; they win over
         the environment's.
 
@@ -31,6 +33,7 @@ class Options:
     sync_cache_wait_time_ms: float = 1000
     secret: str | bytes | None = field(default=None, repr=False)
     path: str = "auto"
+    notice_queue: int = 4096
     ucx: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -49,6 +52,10 @@ class Options:
             raise TypeError("path must be a str")
         if self.path not in PATHS:
             raise ParamInvalid(f"path must be one of {', '.join(PATHS)}, not {self.path!r}")
+        if isinstance(self.notice_queue, bool) or not isinstance(self.notice_queue, int):
+            raise TypeError("notice_queue must be an integer")
+        if not 0 < self.notice_queue < 1 << 32:
+            raise ParamInvalid(f"notice_queue must be positive, not {self.notice_queue}")
         self._check_ucx()
 
     def _check_ucx(self) -> None:

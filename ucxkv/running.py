@@ -11,6 +11,7 @@ from ucxkv._load import loaded
 from ucxkv.catalogue import LocalCatalogue
 from ucxkv.engine import NativeEngine, silence_ucx
 from ucxkv.errors import LlmError
+from ucxkv.feeder import Feeder
 from ucxkv.options import Options
 from ucxkv.table import LinkTable
 from ucxkv.types import LlmRole
@@ -37,7 +38,9 @@ class Running:
             silence_ucx()
         incarnation = secrets.randbits(64)
         version = loaded().version
-        self.native = NativeEngine(incarnation, settings.rma_settings(options, version))
+        self.native = NativeEngine(
+            incarnation, settings.rma_settings(options, version), notices=options.notice_queue
+        )
         self.links = LinkTable(
             cluster_id=cluster_id,
             role=role,
@@ -46,6 +49,7 @@ class Running:
             native=self.native,
             catalogue=self.catalogue,
         )
+        self.feeder = Feeder(f"ucxkv-{cluster_id}-feeder")
         _open.add(self)
         try:
             self.links.start()
@@ -58,6 +62,7 @@ class Running:
         """Close it all, in order; does nothing in a forked child."""
         if os.getpid() != self.pid:
             return
+        self.feeder.stop(STOP_SECONDS)
         self.links.stop(STOP_SECONDS)
         for entry in self.catalogue.snapshot():
             entry.native.begin_retire()

@@ -11,6 +11,7 @@ from ucxkv.catalogue import LocalEntry, RemoteEntry
 from ucxkv.engine import monotonic_ns
 from ucxkv.errors import (
     FeatureNotEnabled,
+    HoldEnded,
     KvCacheNotExist,
     LlmError,
     LlmOutOfMemory,
@@ -19,6 +20,7 @@ from ucxkv.errors import (
 )
 from ucxkv.geometry import FOREVER_MS
 from ucxkv.handle import TransferHandle
+from ucxkv.layered import LayeredPush, Ready, layers_of, layers_planned
 from ucxkv.links import Link
 from ucxkv.running import Running
 from ucxkv.transfers import Transfer
@@ -33,10 +35,19 @@ def common(
     timeout_ms: Any,
     *,
     push: bool = False,
+    notice: Any = None,
+    hold: Any = None,
 ) -> geometry.Common:
     """The arguments that all transfers have, with the engine's default deadline."""
     return geometry.Common(
-        index, cache, ext_param, timeout_ms, running.options.sync_cache_wait_time_ms, push
+        index,
+        cache,
+        ext_param,
+        timeout_ms,
+        running.options.sync_cache_wait_time_ms,
+        push,
+        notice,
+        hold,
     )
 
 
@@ -53,11 +64,13 @@ def run(running: Running, call: geometry.Call) -> TransferReport:
         raise
 
 
-def run_async(running: Running, call: geometry.Call) -> Transfer:
-    """Start a transfer."""
-    transfer, start = _prepare(running, call, attended=False)
+def run_async(running: Running, call: geometry.Call, ready: Ready | None = None) -> Transfer:
+    """Start a transfer; with `ready` it is a push whose layers go one by one."""
+    transfer, start = _prepare(running, call, attended=False, ready=ready)
     try:
         start()
+        if isinstance(transfer, LayeredPush):
+            running.feeder.add(transfer)
     except BaseException:
         transfer._abort("its caller was interrupted")
         raise
@@ -65,7 +78,7 @@ def run_async(running: Running, call: geometry.Call) -> Transfer:
 
 
 def _prepare(
-    running: Running, call: geometry.Call, *, attended: bool
+    running: Running, call: geometry.Call, *, attended: bool, ready: Ready | None = None
 ) -> tuple[Transfer, Callable[[], None]]:
     """A transfer that nothing writes for yet, and what starts it.
 
@@ -81,13 +94,23 @@ def _prepare(
         if call.push
         else f"pull of cache {call.far_cache_id} from cluster {call.cluster_id}"
     )
+
+    def transfer_of(layers: int, attended: bool) -> Transfer:
+        if ready is None:
+            return Transfer(_new(running, deadline, attended), what, call.timeout_ms)
+        new_handle = partial(_new, running, deadline, False)
+        return LayeredPush(new_handle, layers, what, call.timeout_ms, ready)
+
     link = running.links.lookup(call.cluster_id)
     far = link.remote.get(call.far_cache_id) if link is not None and link.up else None
     if link is not None and far is not None and not far.native.retired:
         plan, get = _decide(running.path, call, link, far, near)
-        transfer = Transfer(_new(running, deadline, attended), what, call.timeout_ms)
+        layers = layers_planned(plan)
+        if ready is not None:
+            ready.check(layers)
+        transfer = transfer_of(layers, attended)
         return transfer, partial(_submit, transfer, call, plan, get, link, far, near, attended)
-    transfer = Transfer(_new(running, deadline, False), what, call.timeout_ms)
+    transfer = transfer_of(layers_of(call, near), False)
 
     def start() -> None:
         if not running.links.post(_start_later, running, transfer, call, near, deadline):
@@ -122,6 +145,11 @@ def _decide(
         return plan, False
     if not near.native.writable:
         raise ParamInvalid(f"the tensors of cache {near.cache_id} are read-only")
+    if call.hold is not None and call.hold.generation != far.generation:
+        raise HoldEnded(
+            f"the hold is none of cache {far.cache_id} of cluster {call.cluster_id}"
+            f" ({link.address}), or of an earlier registration"
+        )
     if path == "get" and not link.native.get:
         raise FeatureNotEnabled(
             f"path 'get' is forced, but one-sided reads do not reach cluster {call.cluster_id}"
@@ -142,7 +170,10 @@ def _submit(
     attended: bool,
 ) -> None:
     transfer._submitted(link)
-    spans: dict[str, Any] = {
+    given: dict[str, Any] = {
+        "push": call.push,
+        "get": get,
+        "attended": attended,
         "src_first": plan.src_first,
         "dst_first": plan.dst_first,
         "tensors": plan.tensors,
@@ -153,13 +184,10 @@ def _submit(
         "dst_block": call.dst_batch if call.dst_blocks is None else 0,
         "src_blocks": call.src_blocks,
         "dst_blocks": call.dst_blocks,
+        "hold": None if call.hold is None else (call.hold.slot, call.hold.word),
+        "notice": call.notice,
     }
-    if call.push:
-        transfer._handle.offer(link.native, far.native, near.native, **spans)
-    else:
-        transfer._handle.submit(
-            link.native, far.native, near.native, get=get, attended=attended, **spans
-        )
+    transfer._begin(link, far, near, given)
 
 
 def _start_later(

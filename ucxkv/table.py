@@ -26,7 +26,14 @@ from ucxkv.linking import Linking
 from ucxkv.links import Link
 from ucxkv.netif import endpoint
 from ucxkv.options import Options
-from ucxkv.types import ClusterInfo, LinkInfo, LinkResult, LlmRole
+from ucxkv.types import (
+    ClusterInfo,
+    LinkInfo,
+    LinkResult,
+    LlmRole,
+    TransferStats,
+    transfer_totals,
+)
 from ucxkv.workers import Workers, numbers
 
 if TYPE_CHECKING:
@@ -134,7 +141,7 @@ class LinkTable:
             logger.error("the control thread did not end within %g s", timeout)
 
     async def _farewell(self) -> None:
-        self._linking.close()
+        await self._linking.close()
         closings = [
             link.down("the engine was finalized", "the peer's engine was finalized")
             for link in self._linking.everyone()
@@ -243,9 +250,17 @@ class LinkTable:
                     transports=tuple(link.native.transports) if alive else (),
                     role=link.role,
                     error=link.error,
+                    stats=TransferStats(**transfer_totals(link.native.totals())),
                 )
             )
         return infos
+
+    def stats(self) -> dict[int, TransferStats]:
+        """The totals of each present link, by cluster."""
+        return {
+            link.cluster_id: TransferStats(**transfer_totals(link.native.totals()))
+            for link in list(self._links.values())
+        }
 
     # -- caches ---------------------------------------------------------------------------------
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ucxkv.errors import LlmError, Status, error_for
 from ucxkv.types import TransferReport
 
 if TYPE_CHECKING:
+    from ucxkv.catalogue import LocalEntry, RemoteEntry
     from ucxkv.handle import TransferHandle
     from ucxkv.links import Link
 
@@ -41,6 +42,10 @@ class Transfer:
 
     def _submitted(self, link: Link) -> None:
         self._link = link
+
+    def _begin(self, link: Link, far: RemoteEntry, near: LocalEntry, given: dict[str, Any]) -> None:
+        """Start moving bytes; `given` are the arguments of TransferHandle.submit."""
+        self._handle.submit(link.native, far.native, near.native, **given)
 
     def _fail(self, error: LlmError) -> None:
         """End it with `error` before it has been submitted."""

@@ -142,6 +142,48 @@ class LinkResult:
 
 
 @dataclass(frozen=True)
+class TransferReport:
+    """What a transfer has moved: bytes, seconds, its path and its spans.
+
+    The path is "get" or "stream", or "copy" within one engine.
+    """
+
+    bytes: int
+    seconds: float
+    path: str
+    spans: int
+
+
+@dataclass(frozen=True)
+class TransferStats:
+    """Totals of ended transfers.
+
+    `transfers` counts them all, `failures` those that did not succeed, by Status; the others are in
+    `spans`, in the bytes that were pulled by path "get" or "stream" or pushed, and in `latency`:
+    quantiles ("p50", "p90", "p99") of the time from call to end in seconds, within 7 %.
+    `bytes_served` were streamed to peers that pulled from here; what they read by path "get"
+    nobody here can count.
+
+    Each layer of a push begun with `layer_ready` counts as a transfer of its own, from the call to
+    the layer's end; when such a push fails, each layer that had not landed is a failure.
+    """
+
+    transfers: int = 0
+    spans: int = 0
+    bytes_get: int = 0
+    bytes_stream: int = 0
+    bytes_pushed: int = 0
+    bytes_served: int = 0
+    failures: Mapping[Status, int] = field(default_factory=dict)
+    latency: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """All that was pulled and pushed."""
+        return self.bytes_get + self.bytes_stream + self.bytes_pushed
+
+
+@dataclass(frozen=True)
 class LinkInfo:
     """One link as it is now.
 
@@ -156,54 +198,35 @@ class LinkInfo:
     transports: tuple[str, ...] = ()
     role: LlmRole | None = None
     error: str = ""
+    stats: TransferStats = field(default_factory=TransferStats)
 
 
 @dataclass(frozen=True)
-class TransferReport:
-    """What a transfer has moved: bytes, seconds, its path and its spans.
+class EngineStats(TransferStats):
+    """Totals of an engine since it was initialized, those of links that have gone included.
 
-    The path is "get" or "stream", or "copy" within one engine.
+    `links` has the totals of each present link, by cluster.  Of the notices that have come,
+    `notices_received` in all, `notices_queued` wait for the application and `notices_waiting` for
+    room in the queue: then the pulls of their peers wait too.  `holds` counts the active ones.
+    `dropped` counts data-plane messages that named no link of this engine.
     """
 
-    bytes: int
-    seconds: float
-    path: str
-    spans: int
+    links: Mapping[int, TransferStats] = field(default_factory=dict)
+    notices_received: int = 0
+    notices_queued: int = 0
+    notices_waiting: int = 0
+    holds: int = 0
+    dropped: int = 0
 
 
-@dataclass(frozen=True)
-class EngineStats:
-    """Totals of an engine's transfers since it was initialized.
-
-    `failures` counts those that did not succeed, by Status.  `latency` has quantiles of the time
-    from call to end of those that did, in seconds (within 7 %).  `dropped` counts data-plane
-    messages that named no link of this engine.
-    """
-
-    transfers: int
-    bytes: int
-    spans: int
-    failures: Mapping[Status, int]
-    latency: Mapping[str, float]
-    dropped: int
-
-    @classmethod
-    def from_totals(cls, totals: Mapping[str, Any]) -> EngineStats:
-        """From the counters of the native engine."""
-        failures = {
-            Status.FAILED: totals["failed"],
-            Status.KV_CACHE_NOT_EXIST: totals["not_exist"],
-            Status.TIMEOUT: totals["timeouts"],
-            Status.NOT_YET_LINK: totals["not_linked"],
-        }
-        return cls(
-            transfers=totals["transfers"],
-            bytes=totals["bytes"],
-            spans=totals["spans"],
-            failures={status: count for status, count in failures.items() if count},
-            latency=_quantiles(totals["latency_ns"]),
-            dropped=totals["dropped"],
-        )
+def transfer_totals(counted: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of TransferStats from what the native engine has counted."""
+    names = ("transfers", "spans", "bytes_get", "bytes_stream", "bytes_pushed", "bytes_served")
+    return {
+        **{name: counted[name] for name in names},
+        "failures": {Status(status): count for status, count in counted["failures"].items()},
+        "latency": _quantiles(counted["latency_ns"]),
+    }
 
 
 def _quantiles(histogram: Mapping[float, int]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 OPENING_LIMIT = 4096
 FRAME_LIMIT = 16 << 20

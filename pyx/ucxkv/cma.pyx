@@ -6,10 +6,11 @@ threads that wait for the transfer and, for one that nobody waits for or that ha
 service thread.  Several threads may copy for one transfer: each claims the next batch under the
 engine's lock, copies it without, and books it.
 
-The last range of each batch is the generation word of the cache.  The kernel fills the ranges of a
-call in their order, so the right word shows that the memory was still registered after the batch
-had been read; and, being 64 random bits, that the process was still the one that was meant: a
-process id can be given to another one at any time, which no check before the call would notice.
+The last range of each batch is the generation word of the cache, or of its hold.  The kernel fills
+the ranges of a call in their order, so the right word shows that the memory was still the cache's
+after the batch had been read; and, being 64 random bits, that the process was still the one that
+was meant: a process id can be given to another one at any time, which no check before the call
+would notice.
 
 A batch that comes short is an error, unless the word has changed.  It is not left to UCX, which
 (seen in 1.22) takes a GET for complete when the kernel could read only the beginning of it.
@@ -21,7 +22,6 @@ from ucxkv.core cimport (
     GET_MAX,
     GET_RING,
     RUNNING,
-    ST_CACHE_NOT_EXIST,
     ST_FAILED,
     Core,
     GetOp,
@@ -31,7 +31,7 @@ from ucxkv.core cimport (
     core_unlock,
     core_wake,
 )
-from ucxkv.endpoint cimport plane_uses
+from ucxkv.lanes cimport lanes_include
 from ucxkv.spans cimport cursor_advance, cursor_run
 from ucxkv.transfer cimport (
     transfer_advance,
@@ -39,6 +39,7 @@ from ucxkv.transfer cimport (
     transfer_end,
     transfer_settle,
     transfer_unref,
+    transfer_word_gone,
 )
 from ucxkv.ucp cimport UCS_OK
 
@@ -82,7 +83,7 @@ cdef void cma_trial(Link* link, uint64_t pid) noexcept nogil:
     To be asked when a GET has worked.  A user who has UCX leave CMA alone means this as well.
     """
     cdef uint64_t word = 0
-    if (pid > 0 and pid < PID_MAX and plane_uses(&link.rma, b"cma")
+    if (pid > 0 and pid < PID_MAX and lanes_include(&link.rma, b"cma")
             and read_word(<int>pid, link.words_address, &word) and word == link.word0):
         link.cma_pid = <int>pid
 
@@ -141,15 +142,15 @@ cdef bint claim(Transfer* t, Batch* batch, uint64_t limit) noexcept nogil:
 
 
 cdef inline uint64_t word_address(const Transfer* t) noexcept nogil:
-    return t.link.words_address + t.far.slot * sizeof(uint64_t)
+    return t.link.words_address + t.word_slot * sizeof(uint64_t)
 
 
 cdef void book(Transfer* t, const Batch* batch, bint whole, bint told) noexcept nogil:
     """Take note of a batch that was read, or not: then `told` says whether its word was."""
     t.copying -= 1
     if t.state == RUNNING:
-        if told and batch.word != t.far.generation:
-            transfer_end(t, ST_CACHE_NOT_EXIST, UCS_OK, b"its owner has unregistered it")
+        if told and batch.word != t.word:
+            transfer_word_gone(t)
         elif whole:
             batch.op.done = True
             t.link.bytes_direct += batch.length - sizeof(uint64_t)

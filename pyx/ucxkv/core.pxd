@@ -25,6 +25,9 @@ cdef enum:
     MAX_SERVES = 1024           # requests that one peer may have open
     LATENCY_BUCKETS = 320       # 8 to each doubling of nanoseconds
     REQUEST_BLOCKS = 16000      # block numbers in one message: below 64 KiB
+    SIGNAL_NS = 50000000        # a waiting caller looks for signals this often
+    NOTICE_MAX = 4096           # bytes of one notice
+    NOTICE_WINDOW = 64          # notices of one link on their way
 
 
 cdef enum Path:
@@ -56,8 +59,22 @@ cdef enum:
     ST_FEATURE_NOT_ENABLED = 0x5010B019
     ST_TIMEOUT = 0x5010B01A
     ST_OUT_OF_MEMORY = 0x5010B01C
+    ST_HOLD_ENDED = 0x5010B101
     # Only on the wire: the request has to be made again.
     ST_RETRY = 1
+
+
+cdef enum:
+    # Kinds of failure that are counted apart: see status_kind in transfer.pyx.
+    FAILURES = 7
+
+
+cdef enum HoldState:
+    HOLD_ACTIVE = 0
+    HOLD_NOTICED = 1
+    HOLD_RELEASED = 2
+    HOLD_EXPIRED = 3
+    HOLD_UNREGISTERED = 4
 
 
 cdef struct Worker:
@@ -115,6 +132,9 @@ cdef struct Transfer:
     Geometry dst_geo
     uint32_t* src_blocks
     uint32_t* dst_blocks
+    uint32_t word_slot          # what must be in the owner's table after its bytes have landed:
+    uint64_t word               # the generation of its cache, or the word of a hold
+    bint held
     uint64_t total
     uint64_t layer_bytes
     uint32_t layers
@@ -141,10 +161,14 @@ cdef struct Transfer:
     uint32_t drivers            # callers that wait for it and copy meanwhile
     uint64_t offer              # of a pull that answers a peer's offer: the peer's number for it
     Path taken                  # of a push: the path on which the peer pulled it
+    bint withheld               # a push that is not to be offered yet
     bint stale                  # of a push: not to be offered again, its destination was quiesced
     # paths "stream" and "push"
     bint requested
     uint64_t received
+    # what its owner is told when all has landed
+    Told* notice                # NULL: nothing
+    bint noticing               # all has landed; the owner has not confirmed the notice yet
     # waiting callers
     pthread_mutex_t mutex
     pthread_cond_t cond
@@ -166,6 +190,8 @@ cdef struct Serve:
     Serve* next
     Link* link
     CacheMem* cache
+    uint32_t word_slot          # as of Transfer; the word is 0 without a hold
+    uint64_t word
     uint64_t transfer           # the puller's number
     Geometry geo
     Cursor cursor
@@ -225,6 +251,50 @@ cdef struct Quiet:
     uint64_t generation
     uint32_t* blocks            # ascending; NULL: all
     uint64_t n_blocks
+
+
+cdef struct Told:
+    # What a puller has to tell; bytes follow.
+    Told* prev                  # those of one link, in the order of completion
+    Told* next
+    Transfer* transfer          # NULL: it has ended
+    uint64_t number             # 0: never sent
+    bint sent                   # over the present endpoint
+    uint64_t word               # of the hold that ends with it, 0: none
+    uint32_t word_slot
+    uint32_t length
+
+
+cdef struct Notice:
+    # What a puller told, until the application takes it.
+    Notice* next
+    Link* link                  # NULL: confirmed, or nobody is there to be told
+    uint64_t cluster_id
+    uint64_t number
+    uint32_t length
+    # its bytes follow
+
+
+cdef struct Hold:
+    int refs
+    Hold* prev                  # active ones, in the order in which they expire
+    Hold* next
+    CacheMem* mem
+    uint32_t slot
+    uint64_t word
+    uint64_t expires
+    HoldState state
+
+
+cdef struct Totals:
+    uint64_t transfers          # ended, whatever their status
+    uint64_t spans
+    uint64_t bytes_get          # pulled
+    uint64_t bytes_stream
+    uint64_t bytes_pushed
+    uint64_t bytes_served       # streamed to peers
+    uint64_t failures[FAILURES]
+    uint64_t latency[LATENCY_BUCKETS]
 
 
 cdef struct Region:
@@ -324,28 +394,23 @@ cdef struct Link:
     Quiet* quiets
     uint64_t barriers           # numbers given out
     bint barrier_due
+    # notices: ours to the peer
+    Told* first_told
+    Told* last_told
+    uint64_t notices_sent       # numbers given out
+    uint64_t notices_noted      # the last number that the peer has confirmed
+    # the peer's to us
+    uint64_t notices_seen       # the last number
+    uint64_t notices_queued     # the last number that we may confirm
+    bint noted_due
     ucs_status_t error
     bint dirty
     uint64_t drop_rma_at        # force-close the RMA endpoint at this time, 0: never
-    # totals
-    uint64_t bytes_get
+    uint64_t cluster_id
+    Totals totals
     uint64_t bytes_direct       # read without UCX, whatever became of the transfer
-    uint64_t bytes_stream
-    uint64_t bytes_served
-    uint64_t bytes_pushed
     uint64_t repairs
     uint64_t dropped            # messages without a valid token
-
-
-cdef struct Totals:
-    uint64_t transfers          # ended, whatever their status
-    uint64_t bytes              # of those that succeeded
-    uint64_t spans
-    uint64_t failed
-    uint64_t not_exist
-    uint64_t timeouts
-    uint64_t not_linked
-    uint64_t latency[LATENCY_BUCKETS]
 
 
 cdef struct Core:
@@ -382,6 +447,18 @@ cdef struct Core:
     ucp_mem_h words_memh
     ucp_mem_h scratch_memh
     CacheMem** caches           # by word
+    Hold** holds                # by word
+    Hold* first_hold
+    Hold* last_hold
+    uint32_t n_holds
+    Notice* first_notice
+    Notice* last_notice
+    Notice* next_notice         # the first that is not confirmed: beyond the queue's capacity
+    uint32_t n_notices
+    uint32_t n_queued           # of them, those that are confirmed
+    uint32_t cap_notices
+    uint64_t notices_received
+    int notice_fd               # readable when there is a notice, or the engine is closed
     SendOp* free_sends
     void** pack_buffers
     int n_pack_buffers
@@ -390,6 +467,13 @@ cdef struct Core:
     uint32_t n_closing          # endpoints being closed: their progress raises no event
     Totals totals
     uint64_t dropped            # messages that name no link of ours
+
+
+cdef extern from *:
+    """
+    #define store_barrier() __sync_synchronize()
+    """
+    void store_barrier() noexcept nogil
 
 
 cdef void core_lock(Core* core) noexcept nogil

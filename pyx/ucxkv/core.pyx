@@ -178,23 +178,26 @@ cdef Core* core_new() except NULL:
     pthread_condattr_destroy(&attr)
     core.wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)
     core.notify_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)
+    core.notice_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)
     core.links = <Link**>calloc(MAX_LINKS, sizeof(Link*))
     core.transfers = <Transfer**>calloc(MAX_TRANSFERS, sizeof(Transfer*))
     core.free_transfers = <uint32_t*>malloc(MAX_TRANSFERS * sizeof(uint32_t))
     core.free_words = <uint32_t*>malloc(MAX_WORDS * sizeof(uint32_t))
     core.caches = <CacheMem**>calloc(MAX_WORDS, sizeof(CacheMem*))
+    core.holds = <Hold**>calloc(MAX_WORDS, sizeof(Hold*))
     core.pack_buffers = <void**>calloc(PACK_BUFFERS, sizeof(void*))
     core.words = map_words(MAX_WORDS)
     core.scratch = map_words(SCRATCH_WORDS)
-    if (core.wake_fd < 0 or core.notify_fd < 0 or core.links == NULL or core.transfers == NULL
-            or core.free_transfers == NULL or core.free_words == NULL or core.caches == NULL
-            or core.pack_buffers == NULL or core.words == NULL or core.scratch == NULL):
+    if (core.wake_fd < 0 or core.notify_fd < 0 or core.notice_fd < 0 or core.links == NULL
+            or core.transfers == NULL or core.free_transfers == NULL or core.free_words == NULL
+            or core.caches == NULL or core.holds == NULL or core.pack_buffers == NULL
+            or core.words == NULL or core.scratch == NULL):
         core_free(core)
         raise MemoryError("no memory or descriptors for the engine's tables")
     for i in range(MAX_TRANSFERS):
         core.free_transfers[i] = MAX_TRANSFERS - 1 - i
     core.n_free_transfers = MAX_TRANSFERS
-    # The first words prove this process to a peer's first GET; caches take the others.
+    # The first words prove this process to a peer's first GET; caches and holds take the others.
     for i in range(MAX_WORDS - OWN_WORDS):
         core.free_words[i] = MAX_WORDS - 1 - i
     core.n_free_words = MAX_WORDS - OWN_WORDS
@@ -222,11 +225,14 @@ cdef void core_free(Core* core) noexcept nogil:
     free(core.free_transfers)
     free(core.free_words)
     free(core.caches)
+    free(core.holds)
     free(core.pack_buffers)
     if core.wake_fd >= 0:
         close(core.wake_fd)
     if core.notify_fd >= 0:
         close(core.notify_fd)
+    if core.notice_fd >= 0:
+        close(core.notice_fd)
     pthread_cond_destroy(&core.idle)
     pthread_mutex_destroy(&core.mapping)
     pthread_mutex_destroy(&core.idle_mutex)

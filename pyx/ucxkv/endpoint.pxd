@@ -11,7 +11,7 @@ cdef class NativeLink:
     cdef Link* link
     cdef int worker
     cdef object _engine         # keeps `core` alive
-    cdef list _plane_transports(self, Plane* plane)
+    cdef list _lanes(self, Plane* plane)
 
 
 cdef NativeLink link_create(object engine, Core* core, int worker)
@@ -19,5 +19,4 @@ cdef void link_unref(Link* link) noexcept nogil
 cdef void link_error(Link* link, ucs_status_t status) noexcept nogil
 cdef void plane_fail(Link* link, Plane* plane, ucs_status_t status) noexcept nogil
 cdef bint plane_step(Link* link, Plane* plane, uint64_t now) noexcept nogil
-cdef bint plane_uses(Plane* plane, const char* transport) noexcept nogil
 cdef void remotes_forget(Link* link) noexcept nogil

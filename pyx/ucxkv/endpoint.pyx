@@ -10,8 +10,7 @@ cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memcpy, memset, strcmp
-from posix.dlfcn cimport RTLD_LAZY, dlopen, dlsym
+from libc.string cimport memcpy, memset
 from posix.unistd cimport getpid
 
 from ucxkv.core cimport (
@@ -33,8 +32,9 @@ from ucxkv.core cimport (
     core_wake,
     random64,
 )
+from ucxkv.lanes cimport MAX_LANES, lanes_query, ucp_transport_entry_t
 from ucxkv.pthread cimport now_ns
-from ucxkv.transfer cimport transfer_end
+from ucxkv.transfer cimport totals_dict, transfer_end
 from ucxkv.ucp cimport (
     UCP_EP_CLOSE_FLAG_FORCE,
     UCP_EP_PARAM_FIELD_ERR_HANDLER,
@@ -50,7 +50,6 @@ from ucxkv.ucp cimport (
     ucp_ep_create,
     ucp_ep_h,
     ucp_ep_params_t,
-    ucp_get_version,
     ucp_request_check_status,
     ucp_request_free,
     ucp_request_param_t,
@@ -60,31 +59,9 @@ from ucxkv.ucp cimport (
 )
 
 
-cdef extern from "ucp/api/ucp.h" nogil:
-    enum:
-        UCP_EP_ATTR_FIELD_TRANSPORTS
-
-    ctypedef struct ucp_transport_entry_t:
-        const char* transport_name
-        const char* device_name
-
-    ctypedef struct ucp_transports_t:
-        ucp_transport_entry_t* entries
-        unsigned int num_entries
-        size_t entry_size
-
-    ctypedef struct ucp_ep_attr_t:
-        uint64_t field_mask
-        ucp_transports_t transports
-
-
-ctypedef ucs_status_t (*ep_query_t)(ucp_ep_h, ucp_ep_attr_t*) noexcept nogil
-
-
 cdef enum:
     BACKOFF_FIRST_NS = 1000000
     BACKOFF_MAX_NS = 250000000
-    MAX_TRANSPORTS = 16
 
 
 cdef void on_am_error(void* arg, ucp_ep_h ep, ucs_status_t status) noexcept nogil:
@@ -188,33 +165,6 @@ cdef bint plane_step(Link* link, Plane* plane, uint64_t now) noexcept nogil:
         return True
     if plane.state == CLOSED and plane.wanted and now >= plane.retry_at:
         return not plane_open(link, plane)
-    return False
-
-
-cdef unsigned int plane_transports(Plane* plane, ucp_transport_entry_t* entries) noexcept nogil:
-    """Fill in the transports of an open plane, at most MAX_TRANSPORTS; how many there are."""
-    cdef ucp_ep_attr_t attr
-    cdef ep_query_t query
-    cdef unsigned int major, minor, patch
-    # Older releases lack the function or this field of it, so it cannot be linked.
-    ucp_get_version(&major, &minor, &patch)
-    query = <ep_query_t>dlsym(dlopen(NULL, RTLD_LAZY), "ucp_ep_query")
-    if (major == 1 and minor < 14) or query == NULL or plane.state != OPEN:
-        return 0
-    memset(&attr, 0, sizeof(attr))
-    attr.field_mask = UCP_EP_ATTR_FIELD_TRANSPORTS
-    attr.transports.entries = entries
-    attr.transports.num_entries = MAX_TRANSPORTS
-    attr.transports.entry_size = sizeof(ucp_transport_entry_t)
-    return attr.transports.num_entries if query(plane.ep, &attr) == UCS_OK else 0
-
-
-cdef bint plane_uses(Plane* plane, const char* transport) noexcept nogil:
-    cdef ucp_transport_entry_t entries[MAX_TRANSPORTS]
-    cdef unsigned int i
-    for i in range(plane_transports(plane, entries)):
-        if strcmp(entries[i].transport_name, transport) == 0:
-            return True
     return False
 
 
@@ -334,7 +284,7 @@ cdef class NativeLink:
 
     def connect(self, *, uint32_t peer_slot, uint64_t peer_token, bytes am_address not None,
                 bytes rma_address not None, uint64_t words_address, bytes words_rkey not None,
-                uint64_t word0):
+                uint64_t word0, uint64_t cluster_id=0):
         """Create the endpoints and begin to prove them; `ready` becomes True when that is over.
 
         The arguments are what the peer told of itself over the control connection.
@@ -360,6 +310,7 @@ cdef class NativeLink:
                 link.words_rkey_packed = rkey
                 link.words_address = words_address
                 link.word0 = word0
+                link.cluster_id = cluster_id
                 link.connected = True
                 link.am.wanted = True
                 link.ping_due = True
@@ -456,34 +407,32 @@ cdef class NativeLink:
         """The endpoints are gone and nothing of this link is in flight."""
         return bool(self.link.closed)
 
-    @property
-    def counters(self):
-        """Totals: bytes by path, bytes read without UCX, bytes served, endpoint repairs, drops."""
-        return {
-            "bytes_get": self.link.bytes_get,
-            "bytes_direct": self.link.bytes_direct,
-            "bytes_stream": self.link.bytes_stream,
-            "bytes_served": self.link.bytes_served,
-            "bytes_pushed": self.link.bytes_pushed,
-            "repairs": self.link.repairs,
-            "dropped": self.link.dropped,
-        }
+    def totals(self):
+        """Counters over the link's ended transfers, as NativeEngine.totals; repairs and drops.
+
+        `bytes_direct` were read without UCX, whatever became of the transfers.
+        """
+        cdef dict counted = totals_dict(&self.link.totals)
+        counted["repairs"] = self.link.repairs
+        counted["dropped"] = self.link.dropped
+        counted["bytes_direct"] = self.link.bytes_direct
+        return counted
 
     @property
     def transports(self):
-        """Names of the UCX transports in use, e.g. ("tcp/lo", "cma/memory")."""
+        """Names of the UCX transports in use, e.g. ("tcp/lo", "cma/memory"); () before UCX 1.14."""
         names = []
-        for plane_names in (self._plane_transports(&self.link.am),
-                            self._plane_transports(&self.link.rma)):
-            names += [name for name in plane_names if name not in names]
+        for name in self._lanes(&self.link.am) + self._lanes(&self.link.rma):
+            if name not in names:
+                names.append(name)
         return tuple(names)
 
-    cdef list _plane_transports(self, Plane* plane):
-        cdef ucp_transport_entry_t entries[MAX_TRANSPORTS]
-        cdef unsigned int count, i
+    cdef list _lanes(self, Plane* plane):
+        cdef ucp_transport_entry_t[MAX_LANES] entries
+        cdef int i, count
         with nogil:
             core_lock(self.core)
-            count = plane_transports(plane, entries)
+            count = lanes_query(plane, entries)
             core_unlock(self.core)
         return [
             f"{entries[i].transport_name.decode()}/{entries[i].device_name.decode()}"

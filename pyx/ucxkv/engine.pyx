@@ -2,14 +2,13 @@
 
 cimport cython
 from cpython.bytes cimport PyBytes_FromStringAndSize
-from libc.stdint cimport uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memset
 from posix.unistd cimport close, getpid
 
 from ucxkv.context cimport check, worker_close, worker_open
 from ucxkv.core cimport (
     CLOSED,
-    LATENCY_BUCKETS,
     MAX_AM_WORKERS,
     MAX_LINKS,
     MAX_TRANSFERS,
@@ -33,7 +32,10 @@ from ucxkv.core cimport (
 )
 from ucxkv.endpoint cimport link_create, link_unref
 from ucxkv.handle cimport handle_create
+from ucxkv.hold cimport holds_forget
 from ucxkv.memory import LocalCache as _LocalCache
+from ucxkv.message cimport message_install
+from ucxkv.notice cimport notice_install, notice_take, notices_forget
 from ucxkv.pthread cimport (
     now_ns,
     pthread_create,
@@ -45,7 +47,7 @@ from ucxkv.pthread cimport (
 from ucxkv.push cimport push_install
 from ucxkv.service cimport prune_remotes, service_main
 from ucxkv.stream cimport stream_install
-from ucxkv.transfer cimport transfer_end, transfer_new
+from ucxkv.transfer cimport totals_dict, transfer_end, transfer_new
 from ucxkv.ucp cimport (
     UCP_FEATURE_AM,
     UCP_FEATURE_RMA,
@@ -122,8 +124,8 @@ cdef class NativeEngine:
     """The native half of one engine: its UCX workers, its service thread, all data-plane state.
 
     `rma_settings` are the UCX settings of the context for GETs; None means that this engine only
-    streams.  Closing is idempotent; a collected engine closes itself, except in a forked child,
-    which leaves everything to the parent.
+    streams.  At most `notices` notices of peers are queued.  Closing is idempotent; a collected
+    engine closes itself, except in a forked child, which leaves everything to the parent.
     """
 
     cdef Core* core
@@ -133,7 +135,7 @@ cdef class NativeEngine:
     cdef readonly bytes words_rkey
     cdef dict _am_addresses
 
-    def __init__(self, uint64_t incarnation, rma_settings=None):
+    def __init__(self, uint64_t incarnation, rma_settings=None, *, uint32_t notices=4096):
         cdef int error
         if self.core != NULL:
             raise RuntimeError("already initialised")
@@ -142,6 +144,7 @@ cdef class NativeEngine:
         self.words_rkey = b""
         self._am_addresses = {}
         self.core = core_new()
+        self.core.cap_notices = notices
         if rma_settings is not None:
             worker_open(&self.core.rma, UCP_FEATURE_RMA, rma_settings)
             self.rma_address = worker_address(&self.core.rma)
@@ -222,10 +225,14 @@ cdef class NativeEngine:
         with nogil:
             end_waiting(core)
             core_lock(core)
+            holds_forget(core)
+            notices_forget(core)
             close(core.wake_fd)
             close(core.notify_fd)
+            close(core.notice_fd)
             core.wake_fd = -1
             core.notify_fd = -1
+            core.notice_fd = -1
             core_unlock(core)
             for i in range(core.n_am):
                 worker_close(&core.am[i])
@@ -282,8 +289,10 @@ cdef class NativeEngine:
         memset(&w, 0, sizeof(w))
         worker_open(&w, UCP_FEATURE_AM, settings)
         try:
+            check(message_install(self.core, w.worker), "install message handlers")
             check(stream_install(self.core, w.worker), "install message handlers")
             check(push_install(self.core, w.worker), "install message handlers")
+            check(notice_install(self.core, w.worker), "install message handlers")
             address = worker_address(&w)
         except BaseException:
             worker_close(&w)
@@ -340,31 +349,30 @@ cdef class NativeEngine:
             raise MemoryError(f"an engine runs at most {MAX_TRANSFERS} transfers at a time")
         return handle_create(self, self.core, t)
 
+    def take_notice(self):
+        """The oldest notice of a peer as (cluster id, bytes); None if there is none."""
+        return None if self._closed else notice_take(self.core)
+
+    @property
+    def notice_fd(self):
+        """An eventfd, readable while there are notices, and when the engine has been closed."""
+        return self.core.notice_fd
+
+    @property
+    def closed(self):
+        """`close` has been called."""
+        return bool(self._closed)
+
     def totals(self):
         """Counters over all ended transfers; latencies in 8 buckets per doubling of ns."""
         cdef Core* core = self.core
-        cdef int i
-        latency = {}
-        for i in range(LATENCY_BUCKETS):
-            if core.totals.latency[i]:
-                # Inverse of the bucket computation: the middle of what falls into it.
-                octave, step = divmod(i, 8)
-                if i >= 16:
-                    octave, step = octave - 1, step + 8
-                else:
-                    octave, step = 0, i
-                latency[(step + 0.5) * (1 << octave)] = core.totals.latency[i]
-        return {
-            "transfers": core.totals.transfers,
-            "bytes": core.totals.bytes,
-            "spans": core.totals.spans,
-            "failed": core.totals.failed,
-            "not_exist": core.totals.not_exist,
-            "timeouts": core.totals.timeouts,
-            "not_linked": core.totals.not_linked,
-            "dropped": core.dropped,
-            "latency_ns": latency,
-        }
+        cdef dict counted = totals_dict(&core.totals)
+        counted["dropped"] = core.dropped
+        counted["holds"] = core.n_holds
+        counted["notices_received"] = core.notices_received
+        counted["notices_queued"] = core.n_queued
+        counted["notices_waiting"] = core.n_notices - core.n_queued
+        return counted
 
 
 cdef void end_waiting(Core* core) noexcept nogil:

@@ -21,7 +21,6 @@ from ucxkv.core cimport (
     OWN_WORDS,
     PATH_GET,
     RUNNING,
-    ST_CACHE_NOT_EXIST,
     ST_FAILED,
     WORD_PID,
     WORD_PROOF,
@@ -40,6 +39,7 @@ from ucxkv.transfer cimport (
     transfer_end,
     transfer_settle,
     transfer_unref,
+    transfer_word_gone,
 )
 from ucxkv.ucp cimport (
     UCP_OP_ATTR_FIELD_CALLBACK,
@@ -133,8 +133,8 @@ cdef void on_word(void* request, ucs_status_t status, void* user_data) noexcept 
         transfer_settle(t)
     elif not landed:
         return
-    elif t.core.scratch[t.index] != t.far.generation:
-        transfer_end(t, ST_CACHE_NOT_EXIST, UCS_OK, b"its owner has unregistered it")
+    elif t.core.scratch[t.index] != t.word:
+        transfer_word_gone(t)
     else:
         t.verify_first = False
         transfer_advance(t, t.check_upto)
@@ -208,7 +208,7 @@ cdef bint rkey_unpacked(Link* link, RemoteMem* remote, uint32_t region) noexcept
 
 
 cdef bint check_due(Transfer* t) noexcept nogil:
-    if t.check.busy:
+    if t.check.busy or t.noticing:
         return False
     if t.verify_first:
         return True
@@ -224,7 +224,7 @@ cdef bint post_check(Link* link, Transfer* t) noexcept nogil:
     t.check.transfer = t
     t.check_upto = t.landed
     return post(link, &t.check, &link.core.scratch[t.index], sizeof(uint64_t),
-                link.words_address + t.far.slot * sizeof(uint64_t), link.words_rkey,
+                link.words_address + t.word_slot * sizeof(uint64_t), link.words_rkey,
                 link.core.scratch_memh, on_word)
 
 
@@ -296,7 +296,7 @@ cdef void get_plane_closed(Link* link) noexcept nogil:
     while left > 0:
         left -= 1
         following = t.link_next
-        if t.path == PATH_GET and t.state == RUNNING and not t.direct:
+        if t.path == PATH_GET and t.state == RUNNING and not t.noticing and not t.direct:
             t.head = 0
             t.queued = 0
             t.posted = t.landed

@@ -1,9 +1,10 @@
 """What Python sees of one transfer: starting it, waiting for it, ending it."""
 
 cimport cython
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int64_t, uint32_t, uint64_t
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 from posix.unistd cimport getpid, write
 
@@ -12,10 +13,13 @@ from ucxkv.errors import LlmError
 from ucxkv.cma cimport cma_drive
 from ucxkv.core cimport (
     DONE,
+    MAX_WORDS,
+    NOTICE_MAX,
     PATH_GET,
     PATH_PUSH,
     PATH_STREAM,
     RUNNING,
+    SIGNAL_NS,
     ST_CACHE_NOT_EXIST,
     ST_NOT_YET_LINK,
     WAITING,
@@ -23,6 +27,7 @@ from ucxkv.core cimport (
     Core,
     Link,
     RemoteMem,
+    Told,
     Transfer,
     core_lock,
     core_unlock,
@@ -31,6 +36,7 @@ from ucxkv.core cimport (
 from ucxkv.endpoint cimport NativeLink
 from ucxkv.memory cimport LocalCache, RemoteCache
 from ucxkv.pthread cimport (
+    deadline_of,
     now_ns,
     pthread_cond_timedwait,
     pthread_mutex_lock,
@@ -39,7 +45,7 @@ from ucxkv.pthread cimport (
     to_timespec,
 )
 from ucxkv.service cimport link_step, run_timers
-from ucxkv.spans cimport cursor_seek, geometry_bytes
+from ucxkv.spans cimport Geometry, cursor_seek, geometry_bytes
 from ucxkv.transfer cimport transfer_begin, transfer_end, transfer_unref
 from ucxkv.ucp cimport UCS_OK, ucp_worker_progress, ucs_status_string
 
@@ -50,13 +56,12 @@ cdef extern from "<sys/eventfd.h>" nogil:
     int EFD_CLOEXEC
 
 
-cdef enum:
-    # A waiting caller looks for signals this often.
-    SIGNAL_NS = 50000000
-
-
-# A century in seconds: what is longer would not fit the clock.
-cdef double LONGEST = 3e9
+cdef struct Side:
+    # A cache, ours or a peer's, as the source or the destination of a transfer.
+    const uint64_t* addrs
+    uint64_t num_tensors
+    uint64_t blocks
+    uint64_t block_bytes
 
 
 cdef TransferHandle handle_create(object engine, Core* core, Transfer* t):
@@ -92,103 +97,83 @@ cdef class TransferHandle:
         return 0
 
     def submit(self, NativeLink link not None, RemoteCache remote not None,
-               LocalCache local not None, *, bint get, uint32_t src_first, uint32_t dst_first,
-               uint32_t tensors, uint32_t tensors_per_layer, uint64_t block_len,
-               uint64_t src_block=0, uint64_t dst_block=0, const uint32_t[::1] src_blocks=None,
-               const uint32_t[::1] dst_blocks=None, bint attended=False):
+               LocalCache local not None, *, bint push, bint get, uint32_t src_first,
+               uint32_t dst_first, uint32_t tensors, uint32_t tensors_per_layer,
+               uint64_t block_len, uint64_t src_block=0, uint64_t dst_block=0,
+               const uint32_t[::1] src_blocks=None, const uint32_t[::1] dst_blocks=None,
+               bint attended=False, bint withheld=False, hold=None, bytes notice=None):
         """Start moving bytes; does nothing if the transfer has ended already.
 
-        Of `tensors` tensors of each side, from `src_first` and `dst_first` on, `block_len` bytes
-        of each block are copied: the single blocks `src_block` and `dst_block`, or the lists.
+        A pull, by GET if `get`, from `remote` to `local`, or a push the other way round.  Of
+        `tensors` tensors of each side, from `src_first` and `dst_first` on, `block_len` bytes of
+        each block are copied: the single blocks `src_block` and `dst_block`, or the lists.  `hold`
+        is the (slot, word) of a hold that a pull needs, `notice` what it tells the owner then.  A
+        push that is `withheld` runs, and ends with its link, its caches or a `quiesce` of its
+        destination, but is not offered before `release`.
         """
         self.ours()
         cdef Transfer* t = self.t
         cdef uint64_t src_len = source_length(block_len, src_blocks, dst_blocks)
         cdef uint32_t* src_copy = NULL
         cdef uint32_t* dst_copy = NULL
-        if tensors_per_layer == 0 or not local.mem.writable:
-            raise ValueError("a destination must be writable, a layer has at least one tensor")
+        cdef Told* told = NULL
+        cdef Side near = Side(local.mem.addrs, local.mem.num_tensors, local.mem.blocks,
+                              local.mem.block_bytes)
+        cdef Side far = Side(remote.mem.addrs, remote.mem.num_tensors, remote.mem.blocks,
+                             remote.mem.block_bytes)
+        cdef Side source = near if push else far
+        cdef Side target = far if push else near
+        cdef uint32_t word_slot = remote.mem.slot
+        cdef uint64_t word = remote.mem.generation
+        cdef bint held = hold is not None
+        if tensors_per_layer == 0:
+            raise ValueError("a layer has at least one tensor")
+        if not push and not local.mem.writable:
+            raise ValueError("a destination must be writable")
         if get and remote.mem.n_regions == 0:
             raise ValueError("the peer gave no rkeys for this cache")
+        if held:
+            word_slot, word = hold
+            if word_slot >= MAX_WORDS:
+                raise ValueError("a hold that no engine can have given")
         # Copied before they are checked: the caller's array may change meanwhile.
         try:
             src_copy = copy_blocks(src_blocks)
             dst_copy = copy_blocks(dst_blocks)
-            check_side(src_first, tensors, src_len, src_block, src_copy, src_blocks,
-                       remote.mem.num_tensors, remote.mem.blocks, remote.mem.block_bytes)
-            check_side(dst_first, tensors, block_len, dst_block, dst_copy, dst_blocks,
-                       local.mem.num_tensors, local.mem.blocks, local.mem.block_bytes)
-        except BaseException:
-            free_blocks(src_copy)
-            free_blocks(dst_copy)
-            raise
-        with nogil:
-            core_lock(self.core)
-            if self.startable(link.link, remote.mem, local.mem):
-                t.path = PATH_GET if get else PATH_STREAM
-                t.far = remote.mem
-                t.near = local.mem
-                set_geometry(t, remote.mem.addrs, remote.mem.block_bytes, local.mem.addrs,
-                             local.mem.block_bytes, src_first, dst_first, tensors,
-                             tensors_per_layer, block_len, src_block, dst_block, src_blocks,
-                             dst_blocks)
-                t.src_blocks = src_copy
-                t.dst_blocks = dst_copy
-                t.src_geo.blocks = src_copy
-                t.dst_geo.blocks = dst_copy
-                src_copy = NULL
-                dst_copy = NULL
-                cursor_seek(&t.src_cursor, &t.src_geo, 0)
-                cursor_seek(&t.dst_cursor, &t.dst_geo, 0)
-                self.start(link.link, get and attended)
-            core_unlock(self.core)
-        free_blocks(src_copy)
-        free_blocks(dst_copy)
-
-    def offer(self, NativeLink link not None, RemoteCache remote not None,
-              LocalCache local not None, *, uint32_t src_first, uint32_t dst_first,
-              uint32_t tensors, uint32_t tensors_per_layer, uint64_t block_len,
-              uint64_t src_block=0, uint64_t dst_block=0, const uint32_t[::1] src_blocks=None,
-              const uint32_t[::1] dst_blocks=None):
-        """Start a push: the reverse of `submit`, from `local` to `remote`."""
-        self.ours()
-        cdef Transfer* t = self.t
-        cdef uint64_t src_len = source_length(block_len, src_blocks, dst_blocks)
-        cdef uint32_t* src_copy = NULL
-        cdef uint32_t* dst_copy = NULL
-        if tensors_per_layer == 0:
-            raise ValueError("a layer has at least one tensor")
-        try:
-            src_copy = copy_blocks(src_blocks)
-            dst_copy = copy_blocks(dst_blocks)
-            check_side(src_first, tensors, src_len, src_block, src_copy, src_blocks,
-                       local.mem.num_tensors, local.mem.blocks, local.mem.block_bytes)
-            check_side(dst_first, tensors, block_len, dst_block, dst_copy, dst_blocks,
-                       remote.mem.num_tensors, remote.mem.blocks, remote.mem.block_bytes)
-        except BaseException:
-            free_blocks(src_copy)
-            free_blocks(dst_copy)
-            raise
-        with nogil:
-            core_lock(self.core)
-            if self.startable(link.link, remote.mem, local.mem):
-                t.path = PATH_PUSH
-                t.far = remote.mem
-                t.near = local.mem
-                set_geometry(t, local.mem.addrs, local.mem.block_bytes, remote.mem.addrs,
-                             remote.mem.block_bytes, src_first, dst_first, tensors,
-                             tensors_per_layer, block_len, src_block, dst_block, src_blocks,
-                             dst_blocks)
-                t.src_blocks = src_copy
-                t.dst_blocks = dst_copy
-                t.src_geo.blocks = src_copy
-                t.dst_geo.blocks = dst_copy
-                src_copy = NULL
-                dst_copy = NULL
-                self.start(link.link, False)
-            core_unlock(self.core)
-        free_blocks(src_copy)
-        free_blocks(dst_copy)
+            told = told_new(self.t, notice, word_slot, word if held else 0)
+            check_side(&source, src_first, tensors, src_len, src_block, src_copy, src_blocks)
+            check_side(&target, dst_first, tensors, block_len, dst_block, dst_copy, dst_blocks)
+            with nogil:
+                core_lock(self.core)
+                if self.startable(link.link, remote.mem, local.mem):
+                    t.path = PATH_PUSH if push else PATH_GET if get else PATH_STREAM
+                    t.far = remote.mem
+                    t.near = local.mem
+                    t.word_slot = word_slot
+                    t.word = word
+                    t.held = held
+                    t.withheld = withheld
+                    t.notice = told
+                    t.src_blocks = src_copy
+                    t.dst_blocks = dst_copy
+                    told = NULL
+                    src_copy = NULL
+                    dst_copy = NULL
+                    set_geometry(&t.src_geo, &source, src_first, tensors, src_len, src_block,
+                                 t.src_blocks, src_blocks)
+                    set_geometry(&t.dst_geo, &target, dst_first, tensors, block_len, dst_block,
+                                 t.dst_blocks, dst_blocks)
+                    t.total = geometry_bytes(&t.dst_geo)
+                    t.layer_bytes = block_len * t.dst_geo.n_blocks * tensors_per_layer
+                    t.layers = (tensors + tensors_per_layer - 1) // tensors_per_layer
+                    cursor_seek(&t.src_cursor, &t.src_geo, 0)
+                    cursor_seek(&t.dst_cursor, &t.dst_geo, 0)
+                    self.start(link.link, get and attended)
+                core_unlock(self.core)
+        finally:
+            free(told)
+            free(src_copy)
+            free(dst_copy)
 
     cdef bint startable(self, Link* link, RemoteMem* remote, CacheMem* local) noexcept nogil:
         """Whether it can still be started; ends it where the link or a cache has gone meanwhile."""
@@ -213,6 +198,19 @@ cdef class TransferHandle:
         if not attended:
             core_wake(self.core)
 
+    def release(self):
+        """Offer a push that is withheld; does nothing if it is not, or has ended."""
+        self.ours()
+        cdef Transfer* t = self.t
+        with nogil:
+            core_lock(self.core)
+            if t.withheld and t.state == RUNNING:
+                t.withheld = False
+                t.link.dirty = True
+                link_step(t.link, now_ns())
+                core_wake(self.core)
+            core_unlock(self.core)
+
     def end(self, uint32_t status, str reason=""):
         """Have it end with `status`, fenced; does nothing if its end is decided already."""
         self.ours()
@@ -230,11 +228,9 @@ cdef class TransferHandle:
         `signals` is False.
         """
         self.ours()
-        cdef uint64_t end = <uint64_t>-1
+        cdef uint64_t end = deadline_of(seconds)
         cdef uint64_t until
         cdef bint ready
-        if seconds is not None:
-            end = now_ns() + <uint64_t>(min(max(0.0, seconds), LONGEST) * 1e9)
         while True:
             with nogil:
                 until = now_ns() + SIGNAL_NS
@@ -290,6 +286,11 @@ cdef class TransferHandle:
         return self.t.path == PATH_GET
 
     @property
+    def withheld(self):
+        """It is a push that was never released."""
+        return bool(self.t.withheld)
+
+    @property
     def total(self):
         """Bytes it moves in all; 0 before it was submitted."""
         return self.t.total
@@ -321,17 +322,17 @@ cdef class TransferHandle:
         return (end - self.t.submitted) * 1e-9
 
 
-cdef void check_side(uint64_t first, uint64_t tensors, uint64_t length, uint64_t block,
-                     const uint32_t* copied, const uint32_t[::1] blocks, uint64_t num_tensors,
-                     uint64_t num_blocks, uint64_t block_bytes) except *:
+cdef void check_side(const Side* side, uint64_t first, uint64_t tensors, uint64_t length,
+                     uint64_t block, const uint32_t* copied,
+                     const uint32_t[::1] blocks) except *:
     cdef Py_ssize_t i
-    cdef bint inside = (tensors <= num_tensors and first <= num_tensors - tensors
-                        and length <= block_bytes)
+    cdef bint inside = (tensors <= side.num_tensors and first <= side.num_tensors - tensors
+                        and length <= side.block_bytes)
     if blocks is None:
-        inside = inside and block < num_blocks
+        inside = inside and block < side.blocks
     else:
         for i in range(blocks.shape[0]):
-            inside = inside and copied[i] < num_blocks
+            inside = inside and copied[i] < side.blocks
     if not inside:
         raise ValueError("a transfer would leave the memory of its cache")
 
@@ -350,31 +351,34 @@ cdef uint64_t source_length(uint64_t block_len, const uint32_t[::1] src_blocks,
     return block_len
 
 
-cdef void set_geometry(Transfer* t, const uint64_t* src_addrs, uint64_t src_stride,
-                       const uint64_t* dst_addrs, uint64_t dst_stride, uint32_t src_first,
-                       uint32_t dst_first, uint32_t tensors, uint32_t tensors_per_layer,
-                       uint64_t block_len, uint64_t src_block, uint64_t dst_block,
-                       const uint32_t[::1] src_blocks,
-                       const uint32_t[::1] dst_blocks) noexcept nogil:
-    t.src_geo.addrs = src_addrs
-    t.src_geo.first = src_first
-    t.src_geo.count = tensors
-    t.src_geo.stride = src_stride
-    t.src_geo.block = src_block
-    t.src_geo.n_blocks = 1 if src_blocks is None else <uint64_t>src_blocks.shape[0]
-    t.dst_geo.addrs = dst_addrs
-    t.dst_geo.first = dst_first
-    t.dst_geo.count = tensors
-    t.dst_geo.stride = dst_stride
-    t.dst_geo.block_len = block_len
-    t.dst_geo.block = dst_block
-    t.dst_geo.n_blocks = 1 if dst_blocks is None else <uint64_t>dst_blocks.shape[0]
-    t.src_geo.block_len = block_len
-    if src_blocks is None:
-        t.src_geo.block_len = block_len * t.dst_geo.n_blocks
-    t.total = geometry_bytes(&t.dst_geo)
-    t.layer_bytes = block_len * t.dst_geo.n_blocks * tensors_per_layer
-    t.layers = (tensors + tensors_per_layer - 1) // tensors_per_layer
+cdef void set_geometry(Geometry* g, const Side* side, uint32_t first, uint32_t tensors,
+                       uint64_t block_len, uint64_t block, const uint32_t* copied,
+                       const uint32_t[::1] blocks) noexcept nogil:
+    g.addrs = side.addrs
+    g.first = first
+    g.count = tensors
+    g.stride = side.block_bytes
+    g.block_len = block_len
+    g.block = block
+    g.blocks = copied
+    g.n_blocks = 1 if blocks is None else <uint64_t>blocks.shape[0]
+
+
+cdef Told* told_new(Transfer* t, bytes notice, uint32_t word_slot, uint64_t word) except? NULL:
+    cdef Told* told
+    if notice is None:
+        return NULL
+    if PyBytes_GET_SIZE(notice) > NOTICE_MAX:
+        raise ValueError(f"a notice of more than {NOTICE_MAX} bytes")
+    told = <Told*>calloc(1, sizeof(Told) + PyBytes_GET_SIZE(notice))
+    if told == NULL:
+        raise MemoryError
+    told.transfer = t
+    told.word = word
+    told.word_slot = word_slot
+    told.length = <uint32_t>PyBytes_GET_SIZE(notice)
+    memcpy(told + 1, PyBytes_AS_STRING(notice), told.length)
+    return told
 
 
 cdef uint32_t* copy_blocks(const uint32_t[::1] blocks) except? NULL:
@@ -387,10 +391,6 @@ cdef uint32_t* copy_blocks(const uint32_t[::1] blocks) except? NULL:
     if blocks.shape[0]:
         memcpy(copy, &blocks[0], blocks.shape[0] * sizeof(uint32_t))
     return copy
-
-
-cdef void free_blocks(uint32_t* blocks) noexcept:
-    free(blocks)
 
 
 cdef inline bint reached(const Transfer* t, int64_t layer) noexcept nogil:

@@ -37,9 +37,12 @@ from ucxkv.core cimport (
     core_wait,
     core_wake,
     random64,
+    store_barrier,
 )
 from ucxkv.endpoint cimport NativeLink
+from ucxkv.hold cimport hold_create, holds_unregister
 from ucxkv.pthread cimport (
+    deadline_of,
     now_ns,
     pthread_mutex_lock,
     pthread_mutex_unlock,
@@ -293,12 +296,19 @@ cdef class LocalCache:
     def wait_served(self, double seconds):
         """Wait until no request reads it and no push of it runs; True if so within `seconds`."""
         cdef bint served
-        cdef uint64_t end = now_ns() + <uint64_t>(max(0.0, seconds) * 1e9)
+        cdef uint64_t end = deadline_of(seconds)
         with nogil:
             core_lock(self.core)
             served = wait_idle(self.core, self.mem, end, True)
             core_unlock(self.core)
         return bool(served)
+
+    def hold(self, uint64_t expires):
+        """Hold it until `expires` (monotonic nanoseconds), at the latest.
+
+        KeyError if it is being unregistered, MemoryError if there are too many holds.
+        """
+        return hold_create(self._engine, self.core, self.mem, expires)
 
     def quiesce(self, const uint32_t[::1] blocks, double seconds):
         """Fence pushes into `blocks` (ascending; None: all), and refuse those offered before now.
@@ -309,7 +319,7 @@ cdef class LocalCache:
         """
         cdef bint settled
         cdef bint enough = True
-        cdef uint64_t end = now_ns() + <uint64_t>(max(0.0, seconds) * 1e9)
+        cdef uint64_t end = deadline_of(seconds)
         with nogil:
             core_lock(self.core)
             enough = hush(self.core, self.mem, blocks)
@@ -333,6 +343,7 @@ cdef class LocalCache:
             core_lock(core)
             mem.retiring = True
             if not mem.retired:
+                holds_unregister(core, mem)
                 core.words[mem.slot] = random64()
                 store_barrier()
                 end_pushes(core, mem)
@@ -348,13 +359,6 @@ cdef class LocalCache:
         if idle:
             self.unmap()
         return bool(idle)
-
-
-cdef extern from *:
-    """
-    #define store_barrier() __sync_synchronize()
-    """
-    void store_barrier() noexcept nogil
 
 
 cdef bint wait_idle(Core* core, CacheMem* mem, uint64_t end, bint serves_only) noexcept nogil:

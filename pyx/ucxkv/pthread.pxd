@@ -42,6 +42,13 @@ cdef inline uint64_t now_ns() noexcept nogil:
     return <uint64_t>ts.tv_sec * 1000000000u + <uint64_t>ts.tv_nsec
 
 
+cdef inline uint64_t deadline_of(object seconds) except? 0:
+    """The time in so many seconds, None for never; a century is what fits the clock."""
+    if seconds is None:
+        return <uint64_t>-1
+    return now_ns() + <uint64_t>(min(max(0.0, <double>seconds), 3e9) * 1e9)
+
+
 cdef inline timespec to_timespec(uint64_t ns) noexcept nogil:
     cdef timespec ts
     ts.tv_sec = <long>(ns // 1000000000u)

@@ -23,6 +23,7 @@ from ucxkv.core cimport (
     PATH_GET,
     PATH_PUSH,
     PATH_STREAM,
+    REQUEST_BLOCKS,
     RUNNING,
     ST_CACHE_NOT_EXIST,
     ST_FAILED,
@@ -43,25 +44,27 @@ from ucxkv.core cimport (
     Transfer,
     core_idle,
     core_timer,
+    send_free,
     send_new,
 )
-from ucxkv.pthread cimport now_ns
-from ucxkv.spans cimport Geometry, cursor_seek, geometry_bytes
-from ucxkv.stream cimport (
+from ucxkv.message cimport (
     AM_ANSWER,
     AM_BARRIER,
     AM_ECHO,
     AM_OFFER,
     AM_OFFER_BLOCKS,
-    MAX_BLOCKS,
+    Handler,
     Head,
-    am_addressed,
-    am_head,
-    am_install,
-    am_send,
-    am_send_blocks,
-    am_send_head,
+    message_handlers,
+    message_head,
+    message_link,
+    message_send,
+    message_send_blocks,
+    message_send_head,
 )
+from ucxkv.pthread cimport now_ns
+from ucxkv.spans cimport Geometry, cursor_seek, geometry_bytes
+from ucxkv.stream cimport MAX_BLOCKS
 from ucxkv.transfer cimport (
     answer_later,
     remote_unref,
@@ -81,6 +84,11 @@ cdef enum:
     DST_LIST = 2
 
 
+cdef enum Reach:
+    WHOLE_CACHE = 0
+    LISTED_BLOCKS = 1           # the message's payload
+
+
 cdef struct OfferMessage:
     Head head
     Offer offer
@@ -97,7 +105,7 @@ cdef struct AnswerMessage:
 
 
 cdef struct BarrierMessage:
-    Head head                   # its transfer is the barrier's number
+    Head head                   # its transfer is the barrier's number, its status a Reach
     uint64_t generation
     uint32_t slot
 
@@ -113,11 +121,11 @@ cdef bint offer_list(Link* link, Transfer* t, const Geometry* g, uint32_t which)
         if op == NULL:
             return False
         message = <BlocksMessage*>op.header
-        am_head(&message.head, link, transfer_number(t))
+        message_head(&message.head, link, transfer_number(t))
         message.head.status = which
         message.position = done
         op.header_length = sizeof(BlocksMessage)
-        count = am_send_blocks(link, AM_OFFER_BLOCKS, op, g, done)
+        count = message_send_blocks(link, AM_OFFER_BLOCKS, op, g, done)
         if count == 0:
             return False
         done += count
@@ -133,7 +141,7 @@ cdef bint send_offer(Link* link, Transfer* t, uint64_t now) noexcept nogil:
     transfer_renumber(t)
     t.requested = True
     message = <OfferMessage*>op.header
-    am_head(&message.head, link, transfer_number(t))
+    message_head(&message.head, link, transfer_number(t))
     offer = &message.offer
     offer.src_cache_id = t.near.cache_id
     offer.src_generation = t.near.generation
@@ -154,7 +162,7 @@ cdef bint send_offer(Link* link, Transfer* t, uint64_t now) noexcept nogil:
     offer.n_blocks = t.dst_geo.n_blocks
     offer.budget = t.deadline - now if t.deadline > now else 1
     op.header_length = sizeof(OfferMessage)
-    am_send(link, AM_OFFER, op, NULL, 0)
+    message_send(link, AM_OFFER, op, NULL, 0)
     if t.src_geo.blocks != NULL and not offer_list(link, t, &t.src_geo, SRC_LIST):
         return False
     return t.dst_geo.blocks == NULL or offer_list(link, t, &t.dst_geo, DST_LIST)
@@ -166,7 +174,7 @@ cdef void pump_offers(Link* link) noexcept nogil:
     cdef uint64_t now = 0
     while left > 0 and offered < MAX_SERVES // 2 and not link.am.failed:
         left -= 1
-        if t.path == PATH_PUSH and t.state == RUNNING:
+        if t.path == PATH_PUSH and t.state == RUNNING and not t.withheld:
             offered += 1
             if not t.requested:
                 now = now or now_ns()
@@ -183,7 +191,7 @@ cdef ucs_status_t on_answer(void* arg, const void* header, size_t header_length,
                             size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
     cdef const AnswerMessage* message = <const AnswerMessage*>header
     cdef const Head* head = &message.head
-    cdef Link* link = am_addressed(<Core*>arg, head, header_length, sizeof(AnswerMessage), param)
+    cdef Link* link = message_link(<Core*>arg, head, header_length, sizeof(AnswerMessage), param)
     cdef Transfer* t
     if link == NULL:
         return UCS_OK
@@ -214,23 +222,31 @@ cdef ucs_status_t on_answer(void* arg, const void* header, size_t header_length,
 cdef ucs_status_t on_barrier(void* arg, const void* header, size_t header_length, void* data,
                              size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
     cdef const BarrierMessage* message = <const BarrierMessage*>header
-    cdef Link* link = am_addressed(<Core*>arg, &message.head, header_length,
+    cdef Link* link = message_link(<Core*>arg, &message.head, header_length,
                                    sizeof(BarrierMessage), param)
     cdef Transfer* t
+    cdef Transfer* following
     cdef uint32_t left
+    cdef Quiet quiet
     if link == NULL:
         return UCS_OK
+    quiet.blocks = <uint32_t*>data if message.head.status == LISTED_BLOCKS else NULL
+    quiet.n_blocks = length // sizeof(uint32_t)
     t = link.transfers
     left = link.n_transfers
     while left > 0:
         left -= 1
+        following = t.link_next
         if (t.path == PATH_PUSH and t.far.slot == message.slot
-                and t.far.generation == message.generation):
+                and t.far.generation == message.generation
+                and touches(&quiet, t.dst_geo.blocks, t.dst_geo.n_blocks, t.dst_geo.block)):
             t.stale = True
-        t = t.link_next
+            if t.withheld:
+                transfer_end(t, ST_FAILED, UCS_OK, b"the receiver quiesced its destination")
+        t = following
     # If it cannot be sent, the peer sends its barrier again over its next endpoint.
     if link.am.state == OPEN and not link.am.failed:
-        am_send_head(link, AM_ECHO, message.head.transfer, 0)
+        message_send_head(link, AM_ECHO, message.head.transfer, 0)
     return UCS_OK
 
 
@@ -352,6 +368,8 @@ cdef uint32_t take_offer(Link* link, Incoming* incoming) noexcept nogil:
     t.offer = incoming.number
     t.far = remote
     t.near = mem
+    t.word_slot = remote.slot
+    t.word = remote.generation
     t.src_blocks = incoming.src_blocks
     t.dst_blocks = incoming.dst_blocks
     incoming.src_blocks = NULL
@@ -443,7 +461,7 @@ cdef ucs_status_t on_offer(void* arg, const void* header, size_t header_length, 
                            size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
     cdef const OfferMessage* message = <const OfferMessage*>header
     cdef Core* core = <Core*>arg
-    cdef Link* link = am_addressed(core, &message.head, header_length, sizeof(OfferMessage), param)
+    cdef Link* link = message_link(core, &message.head, header_length, sizeof(OfferMessage), param)
     cdef Incoming* incoming
     cdef Incoming** tail
     cdef CacheMem* mem = NULL
@@ -486,7 +504,7 @@ cdef ucs_status_t on_offer_blocks(void* arg, const void* header, size_t header_l
                                   size_t length,
                                   const ucp_am_recv_param_t* param) noexcept nogil:
     cdef const BlocksMessage* message = <const BlocksMessage*>header
-    cdef Link* link = am_addressed(<Core*>arg, &message.head, header_length,
+    cdef Link* link = message_link(<Core*>arg, &message.head, header_length,
                                    sizeof(BlocksMessage), param)
     cdef Incoming* incoming
     cdef uint32_t* list
@@ -519,7 +537,7 @@ cdef ucs_status_t on_offer_blocks(void* arg, const void* header, size_t header_l
 cdef ucs_status_t on_echo(void* arg, const void* header, size_t header_length, void* data,
                           size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
     cdef const Head* head = <const Head*>header
-    cdef Link* link = am_addressed(<Core*>arg, head, header_length, sizeof(Head), param)
+    cdef Link* link = message_link(<Core*>arg, head, header_length, sizeof(Head), param)
     cdef Quiet** place
     cdef Quiet* quiet
     if link == NULL:
@@ -543,6 +561,7 @@ cdef void pump_barriers(Link* link) noexcept nogil:
     cdef Quiet* quiet = link.quiets
     cdef SendOp* op
     cdef BarrierMessage* message
+    cdef uint64_t length
     if not link.barrier_due:
         return
     link.barrier_due = False
@@ -552,11 +571,22 @@ cdef void pump_barriers(Link* link) noexcept nogil:
             link.barrier_due = True
             return
         message = <BarrierMessage*>op.header
-        am_head(&message.head, link, quiet.barrier)
+        message_head(&message.head, link, quiet.barrier)
         message.slot = quiet.slot
         message.generation = quiet.generation
         op.header_length = sizeof(BarrierMessage)
-        am_send(link, AM_BARRIER, op, NULL, 0)
+        length = 0
+        # A list too long for one message costs pushes into other blocks, which fail for nothing.
+        if quiet.blocks != NULL and 0 < quiet.n_blocks <= REQUEST_BLOCKS:
+            length = quiet.n_blocks * sizeof(uint32_t)
+            op.payload = malloc(length)
+            if op.payload == NULL:
+                send_free(link.core, op)
+                link.barrier_due = True
+                return
+            memcpy(op.payload, quiet.blocks, length)
+            message.head.status = LISTED_BLOCKS
+        message_send(link, AM_BARRIER, op, op.payload, length)
         quiet = quiet.next
 
 
@@ -570,10 +600,10 @@ cdef void pump_answers(Link* link) noexcept nogil:
         link.n_answers -= 1
         message = <AnswerMessage*>op.header
         message.answer = link.answers[link.n_answers]
-        am_head(&message.head, link, message.answer.number)
+        message_head(&message.head, link, message.answer.number)
         message.head.status = message.answer.status
         op.header_length = sizeof(AnswerMessage)
-        am_send(link, AM_ANSWER, op, NULL, 0)
+        message_send(link, AM_ANSWER, op, NULL, 0)
 
 
 # --- the plane -----------------------------------------------------------------------------------
@@ -610,13 +640,10 @@ cdef void push_link_closed(Link* link) noexcept nogil:
 
 
 cdef ucs_status_t push_install(Core* core, ucp_worker_h worker) noexcept nogil:
-    cdef ucs_status_t status = am_install(core, worker, AM_OFFER, on_offer)
-    if status == UCS_OK:
-        status = am_install(core, worker, AM_OFFER_BLOCKS, on_offer_blocks)
-    if status == UCS_OK:
-        status = am_install(core, worker, AM_ANSWER, on_answer)
-    if status == UCS_OK:
-        status = am_install(core, worker, AM_BARRIER, on_barrier)
-    if status == UCS_OK:
-        status = am_install(core, worker, AM_ECHO, on_echo)
-    return status
+    cdef Handler[5] handlers
+    handlers[0] = Handler(AM_OFFER, on_offer)
+    handlers[1] = Handler(AM_OFFER_BLOCKS, on_offer_blocks)
+    handlers[2] = Handler(AM_ANSWER, on_answer)
+    handlers[3] = Handler(AM_BARRIER, on_barrier)
+    handlers[4] = Handler(AM_ECHO, on_echo)
+    return message_handlers(core, worker, handlers, 5)

@@ -27,9 +27,12 @@ from ucxkv.core cimport (
 )
 from ucxkv.endpoint cimport link_unref, plane_fail, plane_step, remotes_forget
 from ucxkv.get cimport get_plane_closed, get_pump, get_trial
+from ucxkv.hold cimport holds_expire
+from ucxkv.message cimport message_prove
+from ucxkv.notice cimport notice_link_closed, notice_plane_closed, notice_pump
 from ucxkv.pthread cimport now_ns, timespec, to_timespec
 from ucxkv.push cimport push_link_closed, push_plane_closed, push_pump
-from ucxkv.stream cimport stream_drop_serves, stream_plane_closed, stream_prove, stream_pump
+from ucxkv.stream cimport stream_drop_serves, stream_plane_closed, stream_pump
 from ucxkv.transfer cimport remote_unref, transfer_end
 from ucxkv.ucp cimport (
     UCS_OK,
@@ -102,6 +105,7 @@ cdef void close_step(Link* link, uint64_t now) noexcept nogil:
         return
     stream_drop_serves(link)
     push_link_closed(link)
+    notice_link_closed(link)
     if link.linger_until == 0:
         link.linger_until = now + LINGER_NS
         core_timer(link.core, link.linger_until, True)
@@ -135,6 +139,7 @@ cdef void link_step(Link* link, uint64_t now) noexcept nogil:
     if plane_step(link, &link.am, now):
         stream_plane_closed(link)
         push_plane_closed(link)
+        notice_plane_closed(link)
         link.dirty = True
     if plane_step(link, &link.rma, now):
         remotes_forget(link)
@@ -145,11 +150,12 @@ cdef void link_step(Link* link, uint64_t now) noexcept nogil:
             link.dirty = True
         return
     if link.connected:
-        stream_prove(link, now)
+        message_prove(link, now)
         get_trial(link, now)
         push_pump(link)
         stream_pump(link)
         get_pump(link)
+        notice_pump(link)
     prune_remotes(link)
 
 
@@ -163,14 +169,17 @@ cdef void run_timers(Core* core, uint64_t now) noexcept nogil:
     cdef Transfer* t = core.first_transfer
     cdef Transfer* following
     cdef Link* link = core.first_link
+    cdef const char* late
     if now < core.next_deadline:
         return
     core.next_deadline = <uint64_t>-1
+    holds_expire(core, now)
     while t != NULL:
         following = t.next
         if t.state < FENCING:
             if now >= t.deadline:
-                transfer_end(t, ST_TIMEOUT, UCS_OK, NULL)
+                late = b"the owner has not confirmed the notice"
+                transfer_end(t, ST_TIMEOUT, UCS_OK, late if t.noticing else NULL)
             else:
                 next_timer(core, t.deadline, now)
         t = following

@@ -8,33 +8,31 @@ BLOCKS    puller to owner     further block numbers of a long request
 DATA      owner to puller     bytes at one offset of the stream
 END       owner to puller     why there will be no more
 CANCEL    puller to owner     forget a request
-PING/PONG both                the data plane works in both directions
 ========  ==================  ================================================================
 
 The owner copies what it sends into buffers of its own, with the lock held and the cache registered,
 so what arrives is what the cache held, unregistering never waits for a peer that does not read, and
 a message that UCX cannot take back refers to nobody's memory.  (Sending from where they lie was
-not measurably faster.)  Every message begins with the receiving link's slot and token.
+not measurably faster.)
 
 All functions want the engine's lock to be held.
 """
 
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memcpy, memset
+from libc.string cimport memcpy
 
 from ucxkv.core cimport (
-    MAX_LINKS,
     MAX_SERVES,
     MAX_WORDS,
     OPEN,
     PATH_GET,
     PATH_PUSH,
     PATH_STREAM,
-    REQUEST_BLOCKS,
     RUNNING,
     ST_CACHE_NOT_EXIST,
     ST_FAILED,
+    ST_HOLD_ENDED,
     ST_PARAM_INVALID,
     ST_RETRY,
     ST_SUCCESS,
@@ -49,13 +47,28 @@ from ucxkv.core cimport (
     Transfer,
     core_idle,
     core_notify,
-    core_timer,
     pack_take,
     send_free,
     send_new,
 )
-from ucxkv.endpoint cimport plane_fail
-from ucxkv.spans cimport Geometry, cursor_advance, cursor_run, cursor_seek, geometry_bytes
+from ucxkv.hold cimport hold_covers
+from ucxkv.message cimport (
+    AM_BLOCKS,
+    AM_CANCEL,
+    AM_DATA,
+    AM_END,
+    AM_REQUEST,
+    MAX_OUTSTANDING,
+    Handler,
+    Head,
+    message_handlers,
+    message_head,
+    message_link,
+    message_send,
+    message_send_blocks,
+    message_send_head,
+)
+from ucxkv.spans cimport cursor_advance, cursor_run, cursor_seek, geometry_bytes
 from ucxkv.transfer cimport (
     transfer_advance,
     transfer_end,
@@ -63,38 +76,12 @@ from ucxkv.transfer cimport (
     transfer_number,
     transfer_renumber,
 )
-from ucxkv.ucp cimport (
-    UCP_AM_FLAG_WHOLE_MSG,
-    UCP_AM_HANDLER_PARAM_FIELD_ARG,
-    UCP_AM_HANDLER_PARAM_FIELD_CB,
-    UCP_AM_HANDLER_PARAM_FIELD_FLAGS,
-    UCP_AM_HANDLER_PARAM_FIELD_ID,
-    UCP_AM_RECV_ATTR_FLAG_RNDV,
-    UCP_AM_SEND_FLAG_EAGER,
-    UCP_OP_ATTR_FIELD_CALLBACK,
-    UCP_OP_ATTR_FIELD_FLAGS,
-    UCP_OP_ATTR_FIELD_USER_DATA,
-    UCS_ERR_CANCELED,
-    UCS_OK,
-    UCS_PTR_IS_ERR,
-    UCS_PTR_STATUS,
-    ucp_am_handler_param_t,
-    ucp_am_recv_callback_t,
-    ucp_am_recv_param_t,
-    ucp_am_send_nbx,
-    ucp_request_free,
-    ucp_request_param_t,
-    ucp_worker_h,
-    ucp_worker_set_am_recv_handler,
-    ucs_status_t,
-)
+from ucxkv.ucp cimport UCS_OK, ucp_am_recv_param_t, ucp_worker_h, ucs_status_t
 
 
 cdef enum:
-    PING_AGAIN_NS = 200000000
     ENTITLED = 2 * STREAM_CHUNK
     CHUNKS_A_TURN = 8
-    MAX_OUTSTANDING = 8192
     # Requests that a puller has open at one owner: the others wait for their turn.
     MAX_REQUESTS = 512
 
@@ -112,6 +99,8 @@ cdef struct Request:
     uint64_t block_len
     uint64_t start
     uint64_t offer              # of ours that this request answers, 0: none
+    uint64_t word               # of the hold that it needs, 0: none
+    uint32_t word_slot
 
 
 cdef struct Blocks:
@@ -122,78 +111,6 @@ cdef struct Blocks:
 cdef struct Data:
     Head head
     uint64_t offset
-
-
-# --- sending -------------------------------------------------------------------------------------
-
-cdef void on_sent(void* request, ucs_status_t status, void* user_data) noexcept nogil:
-    cdef SendOp* op = <SendOp*>user_data
-    cdef Link* link = op.link
-    cdef Core* core = link.core
-    cdef Serve* serve = op.serve
-    if request != NULL:
-        ucp_request_free(request)
-    link.am.outstanding -= 1
-    link.dirty = True
-    if status != UCS_OK and status != UCS_ERR_CANCELED:
-        plane_fail(link, &link.am, status)
-    if core.starved and op.buffer != NULL:
-        core.starved = False
-        mark_all(core)
-    if serve != NULL:
-        link.stream_bytes -= op.length
-        serve.outstanding -= 1
-        if serve.orphan and serve.outstanding == 0:
-            free(serve)
-    send_free(core, op)
-
-
-cdef void mark_all(Core* core) noexcept nogil:
-    cdef Link* link = core.first_link
-    while link != NULL:
-        link.dirty = True
-        link = link.next
-
-
-cdef void am_send(Link* link, unsigned int am, SendOp* op, const void* payload,
-                  uint64_t length) noexcept nogil:
-    """Hand `op`, whose header is filled, to UCX; it comes back through on_sent."""
-    cdef ucp_request_param_t param
-    cdef void* request
-    memset(&param, 0, sizeof(param))
-    param.op_attr_mask = (UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA
-                          | UCP_OP_ATTR_FIELD_FLAGS)
-    param.flags = UCP_AM_SEND_FLAG_EAGER
-    param.cb.send = on_sent
-    param.user_data = op
-    op.link = link
-    link.am.outstanding += 1
-    request = ucp_am_send_nbx(link.am.ep, am, op.header, op.header_length, payload, length, &param)
-    if request == NULL:
-        on_sent(NULL, UCS_OK, op)
-    elif UCS_PTR_IS_ERR(request):
-        on_sent(NULL, UCS_PTR_STATUS(request), op)
-
-
-cdef void am_head(Head* head, const Link* link, uint64_t transfer) noexcept nogil:
-    head.slot = link.peer_slot
-    head.status = 0
-    head.token = link.peer_token
-    head.transfer = transfer
-
-
-cdef bint am_send_head(Link* link, unsigned int am, uint64_t transfer,
-                       uint32_t status) noexcept nogil:
-    cdef SendOp* op = send_new(link.core)
-    cdef Head* head
-    if op == NULL:
-        return False
-    head = <Head*>op.header
-    am_head(head, link, transfer)
-    head.status = status
-    op.header_length = sizeof(Head)
-    am_send(link, am, op, NULL, 0)
-    return True
 
 
 # --- puller --------------------------------------------------------------------------------------
@@ -210,7 +127,7 @@ cdef bint send_request(Link* link, Transfer* t) noexcept nogil:
     cursor_seek(&t.dst_cursor, &t.dst_geo, t.good)
     t.requested = True
     request = <Request*>op.header
-    am_head(&request.head, link, transfer_number(t))
+    message_head(&request.head, link, transfer_number(t))
     request.cache_id = t.far.cache_id
     request.generation = t.far.generation
     request.cache_slot = t.far.slot
@@ -222,37 +139,25 @@ cdef bint send_request(Link* link, Transfer* t) noexcept nogil:
     request.block_len = t.src_geo.block_len
     request.start = t.good
     request.offer = t.offer
+    request.word = t.word if t.held else 0
+    request.word_slot = t.word_slot
     op.header_length = sizeof(Request)
     if t.src_geo.blocks == NULL:
-        am_send(link, AM_REQUEST, op, NULL, 0)
+        message_send(link, AM_REQUEST, op, NULL, 0)
         return True
-    count = am_send_blocks(link, AM_REQUEST, op, &t.src_geo, 0)
+    count = message_send_blocks(link, AM_REQUEST, op, &t.src_geo, 0)
     done = count
     while count > 0 and done < t.src_geo.n_blocks and not link.am.failed:
         op = send_new(link.core)
         if op == NULL:
             return False
         more = <Blocks*>op.header
-        am_head(&more.head, link, transfer_number(t))
+        message_head(&more.head, link, transfer_number(t))
         more.position = done
         op.header_length = sizeof(Blocks)
-        count = am_send_blocks(link, AM_BLOCKS, op, &t.src_geo, done)
+        count = message_send_blocks(link, AM_BLOCKS, op, &t.src_geo, done)
         done += count
     return count > 0
-
-
-cdef uint64_t am_send_blocks(Link* link, unsigned int am, SendOp* op, const Geometry* g,
-                             uint64_t position) noexcept nogil:
-    """Send the next block numbers of a list with `op`; how many, 0 if memory is out."""
-    cdef uint64_t count = min(g.n_blocks - position, <uint64_t>REQUEST_BLOCKS)
-    # The transfer may end, and free its list, before UCX has sent this.
-    op.payload = malloc(count * sizeof(uint32_t))
-    if op.payload == NULL:
-        send_free(link.core, op)
-        return 0
-    memcpy(op.payload, g.blocks + position, count * sizeof(uint32_t))
-    am_send(link, am, op, op.payload, count * sizeof(uint32_t))
-    return count
 
 
 cdef void pump_requests(Link* link) noexcept nogil:
@@ -260,7 +165,7 @@ cdef void pump_requests(Link* link) noexcept nogil:
     cdef uint32_t left = link.n_transfers, requested = 0
     while left > 0 and requested < MAX_REQUESTS and not link.am.failed:
         left -= 1
-        if t.path == PATH_STREAM and t.state == RUNNING:
+        if t.path == PATH_STREAM and t.state == RUNNING and not t.noticing:
             requested += 1
             if not t.requested and not send_request(link, t):
                 transfer_end(t, ST_FAILED, UCS_OK, b"no memory for the request")
@@ -271,14 +176,14 @@ cdef void pump_requests(Link* link) noexcept nogil:
 cdef void pump_cancels(Link* link) noexcept nogil:
     while link.n_cancels > 0:
         link.n_cancels -= 1
-        am_send_head(link, AM_CANCEL, link.cancels[link.n_cancels], 0)
+        message_send_head(link, AM_CANCEL, link.cancels[link.n_cancels], 0)
 
 
 cdef ucs_status_t on_data(void* arg, const void* header, size_t header_length, void* data,
                           size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
     cdef const Data* message = <const Data*>header
     cdef const uint8_t* source = <const uint8_t*>data
-    cdef Link* link = am_addressed(<Core*>arg, &message.head, header_length, sizeof(Data), param)
+    cdef Link* link = message_link(<Core*>arg, &message.head, header_length, sizeof(Data), param)
     cdef Transfer* t
     cdef uint64_t run, target = 0
     if link == NULL:
@@ -305,18 +210,20 @@ cdef ucs_status_t on_data(void* arg, const void* header, size_t header_length, v
 cdef ucs_status_t on_end(void* arg, const void* header, size_t header_length, void* data,
                          size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
     cdef const Head* head = <const Head*>header
-    cdef Link* link = am_addressed(<Core*>arg, head, header_length, sizeof(Head), param)
+    cdef Link* link = message_link(<Core*>arg, head, header_length, sizeof(Head), param)
     cdef Transfer* t
     if link == NULL:
         return UCS_OK
     t = transfer_find(link.core, link, head.transfer)
-    if t == NULL or t.path != PATH_STREAM or not t.requested:
+    if t == NULL or t.path != PATH_STREAM or not t.requested or t.noticing:
         return UCS_OK
     t.requested = False
     if head.status == ST_RETRY:
         link.dirty = True
     elif head.status == ST_CACHE_NOT_EXIST:
         transfer_end(t, ST_CACHE_NOT_EXIST, UCS_OK, b"its owner has unregistered it")
+    elif head.status == ST_HOLD_ENDED:
+        transfer_end(t, ST_HOLD_ENDED, UCS_OK, b"its hold has ended")
     elif head.status == ST_PARAM_INVALID:
         transfer_end(t, ST_FAILED, UCS_OK, b"the owner refuses the request as out of range")
     else:
@@ -352,6 +259,8 @@ cdef uint32_t check_request(Core* core, Link* link, const Request* r,
         return ST_PARAM_INVALID
     if r.start > r.tensors * r.n_blocks * r.block_len:
         return ST_PARAM_INVALID
+    if r.word and not hold_covers(core, r.word_slot, r.word, mem):
+        return ST_HOLD_ENDED
     cache[0] = mem
     return ST_SUCCESS
 
@@ -386,7 +295,7 @@ cdef ucs_status_t on_request(void* arg, const void* header, size_t header_length
                              size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
     cdef const Request* r = <const Request*>header
     cdef Core* core = <Core*>arg
-    cdef Link* link = am_addressed(core, &r.head, header_length, sizeof(Request), param)
+    cdef Link* link = message_link(core, &r.head, header_length, sizeof(Request), param)
     cdef CacheMem* mem = NULL
     cdef Serve* serve
     cdef Serve** tail
@@ -409,6 +318,8 @@ cdef ucs_status_t on_request(void* arg, const void* header, size_t header_length
     if status == ST_SUCCESS:
         mem.serves += 1
         serve.cache = mem
+        serve.word_slot = r.word_slot
+        serve.word = r.word
         serve.geo.addrs = mem.addrs
         serve.geo.first = r.first_tensor
         serve.geo.count = r.tensors
@@ -445,7 +356,7 @@ cdef Serve* find_serve(Link* link, uint64_t number) noexcept nogil:
 cdef ucs_status_t on_blocks(void* arg, const void* header, size_t header_length, void* data,
                             size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
     cdef const Blocks* message = <const Blocks*>header
-    cdef Link* link = am_addressed(<Core*>arg, &message.head, header_length, sizeof(Blocks), param)
+    cdef Link* link = message_link(<Core*>arg, &message.head, header_length, sizeof(Blocks), param)
     cdef Serve* serve
     if link == NULL:
         return UCS_OK
@@ -462,7 +373,7 @@ cdef ucs_status_t on_blocks(void* arg, const void* header, size_t header_length,
 cdef ucs_status_t on_cancel(void* arg, const void* header, size_t header_length, void* data,
                             size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
     cdef const Head* head = <const Head*>header
-    cdef Link* link = am_addressed(<Core*>arg, head, header_length, sizeof(Head), param)
+    cdef Link* link = message_link(<Core*>arg, head, header_length, sizeof(Head), param)
     cdef Serve* serve
     cdef Transfer* t
     cdef Incoming* offer
@@ -513,7 +424,7 @@ cdef bint send_chunk(Link* link, Serve* serve) noexcept nogil:
         cursor_advance(&serve.cursor, &serve.geo, run)
         run = cursor_run(&serve.cursor, &serve.geo, STREAM_CHUNK - length, &source)
     data = <Data*>op.header
-    am_head(&data.head, link, serve.transfer)
+    message_head(&data.head, link, serve.transfer)
     data.offset = serve.offset
     op.header_length = sizeof(Data)
     op.serve = serve
@@ -521,8 +432,9 @@ cdef bint send_chunk(Link* link, Serve* serve) noexcept nogil:
     serve.offset += length
     serve.outstanding += 1
     link.stream_bytes += length
-    link.bytes_served += length
-    am_send(link, AM_DATA, op, fill, length)
+    link.totals.bytes_served += length
+    link.core.totals.bytes_served += length
+    message_send(link, AM_DATA, op, fill, length)
     return True
 
 
@@ -533,7 +445,7 @@ cdef bint serve_over(Link* link, Serve* serve) noexcept nogil:
     if not serve.ended:
         return False
     if serve.status != ST_SUCCESS:
-        if not am_send_head(link, AM_END, serve.transfer, serve.status):
+        if not message_send_head(link, AM_END, serve.transfer, serve.status):
             return False
         serve.status = ST_SUCCESS
     # Should the endpoint break before its last bytes have left, the puller has to be told.
@@ -573,6 +485,8 @@ cdef void pump_serves(Link* link) noexcept nogil:
             if link.am.state != OPEN or link.am.failed:
                 return
             serve = place[0]
+            if serve.word and link.core.words[serve.word_slot] != serve.word:
+                end_serve(serve, ST_HOLD_ENDED)
             if (budget > 0 and not serve.ended and serve.offset < serve.total
                     and link.stream_bytes < STREAM_WINDOW
                     and (serve.blocks == NULL or serve.n_blocks_known == serve.geo.n_blocks)):
@@ -596,87 +510,14 @@ cdef void pump_serves(Link* link) noexcept nogil:
 
 # --- the plane -----------------------------------------------------------------------------------
 
-cdef Link* am_addressed(Core* core, const Head* head, size_t header_length, size_t expected,
-                        const ucp_am_recv_param_t* param) noexcept nogil:
-    """The link a message is for, or NULL: anyone can send packets to UCX's port."""
-    cdef Link* link
-    if header_length != expected or param.recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV:
-        core.dropped += 1
-        return NULL
-    if head.slot >= MAX_LINKS or core.links[head.slot] == NULL:
-        core.dropped += 1
-        return NULL
-    link = core.links[head.slot]
-    if link.token != head.token or link.closing:
-        link.dropped += 1
-        return NULL
-    return link
-
-
-cdef ucs_status_t on_ping(void* arg, const void* header, size_t header_length, void* data,
-                          size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef Link* link = am_addressed(<Core*>arg, <const Head*>header, header_length, sizeof(Head),
-                                   param)
-    if link != NULL and link.am.outstanding <= MAX_OUTSTANDING:
-        link.pong_due = True
-        link.dirty = True
-    return UCS_OK
-
-
-cdef ucs_status_t on_pong(void* arg, const void* header, size_t header_length, void* data,
-                          size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef Link* link = am_addressed(<Core*>arg, <const Head*>header, header_length, sizeof(Head),
-                                   param)
-    if link != NULL and not link.proven and link.am.state == OPEN and not link.am.failed:
-        link.proven = True
-        link.ever_proven = True
-        link.am.backoff = 0
-        link.dirty = True
-        core_notify(link.core)
-    return UCS_OK
-
-
-cdef ucs_status_t am_install(Core* core, ucp_worker_h worker, unsigned int am,
-                             ucp_am_recv_callback_t callback) noexcept nogil:
-    cdef ucp_am_handler_param_t param
-    memset(&param, 0, sizeof(param))
-    param.field_mask = (UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_FLAGS
-                        | UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG)
-    param.id = am
-    param.flags = UCP_AM_FLAG_WHOLE_MSG
-    param.cb = callback
-    param.arg = core
-    return ucp_worker_set_am_recv_handler(worker, &param)
-
-
 cdef ucs_status_t stream_install(Core* core, ucp_worker_h worker) noexcept nogil:
-    cdef ucs_status_t status = am_install(core, worker, AM_PING, on_ping)
-    if status == UCS_OK:
-        status = am_install(core, worker, AM_PONG, on_pong)
-    if status == UCS_OK:
-        status = am_install(core, worker, AM_REQUEST, on_request)
-    if status == UCS_OK:
-        status = am_install(core, worker, AM_BLOCKS, on_blocks)
-    if status == UCS_OK:
-        status = am_install(core, worker, AM_DATA, on_data)
-    if status == UCS_OK:
-        status = am_install(core, worker, AM_END, on_end)
-    if status == UCS_OK:
-        status = am_install(core, worker, AM_CANCEL, on_cancel)
-    return status
-
-
-cdef void stream_prove(Link* link, uint64_t now) noexcept nogil:
-    """Ping until the peer has answered over the endpoint as it is now; answer its pings."""
-    if link.am.state != OPEN or link.am.failed:
-        return
-    if link.pong_due:
-        link.pong_due = False
-        am_send_head(link, AM_PONG, 0, 0)
-    if not link.proven and now >= link.ping_at:
-        link.ping_at = now + PING_AGAIN_NS
-        core_timer(link.core, link.ping_at, True)
-        am_send_head(link, AM_PING, 0, 0)
+    cdef Handler[5] handlers
+    handlers[0] = Handler(AM_REQUEST, on_request)
+    handlers[1] = Handler(AM_BLOCKS, on_blocks)
+    handlers[2] = Handler(AM_DATA, on_data)
+    handlers[3] = Handler(AM_END, on_end)
+    handlers[4] = Handler(AM_CANCEL, on_cancel)
+    return message_handlers(core, worker, handlers, 5)
 
 
 cdef void stream_pump(Link* link) noexcept nogil:

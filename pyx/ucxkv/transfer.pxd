@@ -2,15 +2,18 @@
 
 from libc.stdint cimport uint32_t, uint64_t
 
-from ucxkv.core cimport Core, Link, RemoteMem, Transfer
+from ucxkv.core cimport Core, Link, RemoteMem, Told, Totals, Transfer
 from ucxkv.ucp cimport ucs_status_t
 
 
 cdef Transfer* transfer_new(Core* core, uint64_t deadline) noexcept nogil
+cdef void told_free(Link* link, Told* told) noexcept nogil
+cdef dict totals_dict(const Totals* totals)
 cdef void transfer_unref(Transfer* t) noexcept nogil
 cdef void transfer_begin(Transfer* t, Link* link) noexcept nogil
 cdef void transfer_collect(Transfer* t) noexcept nogil
 cdef void transfer_advance(Transfer* t, uint64_t good) noexcept nogil
+cdef void transfer_word_gone(Transfer* t) noexcept nogil
 cdef void transfer_end(Transfer* t, uint32_t status, ucs_status_t ucs,
                        const char* reason) noexcept nogil
 cdef void transfer_settle(Transfer* t) noexcept nogil

@@ -15,6 +15,7 @@ from posix.unistd cimport close, write
 
 from ucxkv.core cimport (
     DONE,
+    FAILURES,
     FENCING,
     GET_RING,
     LATENCY_BUCKETS,
@@ -24,7 +25,11 @@ from ucxkv.core cimport (
     PATH_STREAM,
     RUNNING,
     ST_CACHE_NOT_EXIST,
+    ST_FAILED,
+    ST_FEATURE_NOT_ENABLED,
+    ST_HOLD_ENDED,
     ST_NOT_YET_LINK,
+    ST_OUT_OF_MEMORY,
     ST_SUCCESS,
     ST_TIMEOUT,
     WAITING,
@@ -32,6 +37,8 @@ from ucxkv.core cimport (
     Core,
     Link,
     RemoteMem,
+    Told,
+    Totals,
     Transfer,
     core_idle,
     core_notify,
@@ -100,6 +107,7 @@ cdef void transfer_unref(Transfer* t) noexcept nogil:
         close(t.event_fd)
     free(t.src_blocks)
     free(t.dst_blocks)
+    free(t.notice)
     pthread_cond_destroy(&t.cond)
     pthread_mutex_destroy(&t.mutex)
     free(t)
@@ -166,7 +174,7 @@ cdef void transfer_begin(Transfer* t, Link* link) noexcept nogil:
     t.core.n_direct += t.direct != 0
     link.dirty = True
     if t.total == 0:
-        transfer_end(t, ST_SUCCESS, UCS_OK, NULL)
+        landed(t)
 
 
 cdef void signal_waiters(Transfer* t) noexcept nogil:
@@ -187,19 +195,77 @@ cdef void transfer_collect(Transfer* t) noexcept nogil:
 
 cdef void transfer_advance(Transfer* t, uint64_t good) noexcept nogil:
     """The first `good` bytes of the stream are in place and known to be right."""
-    cdef uint32_t layers
     if good <= t.good or t.state != RUNNING:
         return
     t.good = good
     if good == t.total:
+        landed(t)
+    elif good // t.layer_bytes != t.layers_done:
+        show_layers(t, <uint32_t>(good // t.layer_bytes))
+
+
+cdef void transfer_word_gone(Transfer* t) noexcept nogil:
+    """What has landed last may be another's: its word was changed before the memory was reused."""
+    if t.held:
+        transfer_end(t, ST_HOLD_ENDED, UCS_OK, b"its hold has ended")
+    else:
+        transfer_end(t, ST_CACHE_NOT_EXIST, UCS_OK, b"its owner has unregistered it")
+
+
+cdef void show_layers(Transfer* t, uint32_t layers) noexcept nogil:
+    pthread_mutex_lock(&t.mutex)
+    t.layers_done = layers
+    signal_waiters(t)
+    pthread_mutex_unlock(&t.mutex)
+
+
+cdef void landed(Transfer* t) noexcept nogil:
+    """All bytes are in place: the end, unless its owner has to be told first."""
+    cdef Link* link = t.link
+    if t.notice == NULL:
         transfer_end(t, ST_SUCCESS, UCS_OK, NULL)
         return
-    layers = <uint32_t>(good // t.layer_bytes)
-    if layers != t.layers_done:
-        pthread_mutex_lock(&t.mutex)
-        t.layers_done = layers
-        signal_waiters(t)
-        pthread_mutex_unlock(&t.mutex)
+    t.noticing = True
+    # Its owner may have the memory back meanwhile.
+    release_far(t)
+    show_layers(t, t.layers)
+    t.notice.prev = link.last_told
+    if link.last_told != NULL:
+        link.last_told.next = t.notice
+    else:
+        link.first_told = t.notice
+    link.last_told = t.notice
+    link.dirty = True
+
+
+cdef void release_far(Transfer* t) noexcept nogil:
+    t.far.active -= 1
+    if t.far.retired and t.far.active == 0:
+        core_notify(t.core)
+
+
+cdef void told_free(Link* link, Told* told) noexcept nogil:
+    """Take what a link had to tell off its list."""
+    if told.prev != NULL:
+        told.prev.next = told.next
+    else:
+        link.first_told = told.next
+    if told.next != NULL:
+        told.next.prev = told.prev
+    else:
+        link.last_told = told.prev
+    free(told)
+
+
+cdef void leave_notice(Transfer* t) noexcept nogil:
+    if t.notice == NULL:
+        return
+    # What was sent once has a number that the owner waits for: it is seen through to the end.
+    if t.notice.number == 0:
+        told_free(t.link, t.notice)
+    else:
+        t.notice.transfer = NULL
+    t.notice = NULL
 
 
 cdef void transfer_end(Transfer* t, uint32_t status, ucs_status_t ucs,
@@ -230,27 +296,76 @@ cdef void cancel_later(Link* link, uint64_t number) noexcept nogil:
     link.dirty = True
 
 
-cdef void count_end(Transfer* t) noexcept nogil:
+cdef int failure_kind(uint32_t status) noexcept nogil:
+    """Where failures with that status are counted: an index into Totals.failures."""
+    if status == ST_CACHE_NOT_EXIST:
+        return 1
+    if status == ST_NOT_YET_LINK:
+        return 2
+    if status == ST_FEATURE_NOT_ENABLED:
+        return 3
+    if status == ST_TIMEOUT:
+        return 4
+    if status == ST_OUT_OF_MEMORY:
+        return 5
+    if status == ST_HOLD_ENDED:
+        return 6
+    return 0
+
+
+FAILURE_STATUS = (<uint32_t>ST_FAILED, ST_CACHE_NOT_EXIST, ST_NOT_YET_LINK, ST_FEATURE_NOT_ENABLED,
+                  ST_TIMEOUT, ST_OUT_OF_MEMORY, ST_HOLD_ENDED)
+assert len(FAILURE_STATUS) == FAILURES
+
+
+cdef dict totals_dict(const Totals* totals):
+    """As Python sees them: failures by status value, the number of latencies near each ns."""
+    cdef int i
+    latency = {}
+    for i in range(LATENCY_BUCKETS):
+        if totals.latency[i]:
+            # Inverse of the bucket's computation: the middle of what falls into it.
+            octave, step = divmod(i, 8)
+            if i >= 16:
+                octave, step = octave - 1, step + 8
+            else:
+                octave, step = 0, i
+            latency[(step + 0.5) * (1 << octave)] = totals.latency[i]
+    return {
+        "transfers": totals.transfers,
+        "spans": totals.spans,
+        "bytes_get": totals.bytes_get,
+        "bytes_stream": totals.bytes_stream,
+        "bytes_pushed": totals.bytes_pushed,
+        "bytes_served": totals.bytes_served,
+        "failures": {
+            status: totals.failures[i]
+            for i, status in enumerate(FAILURE_STATUS) if totals.failures[i]
+        },
+        "latency_ns": latency,
+    }
+
+
+cdef void count_end(const Transfer* t, Totals* totals) noexcept nogil:
     cdef uint64_t ns = t.ended - t.submitted
     cdef uint32_t octave = 0, bucket
-    t.core.totals.transfers += 1
-    if t.status == ST_SUCCESS:
-        t.core.totals.bytes += t.total
-        t.core.totals.spans += t.spans
-        while (ns >> octave) >= 16:
-            octave += 1
-        bucket = octave * 8 + <uint32_t>(ns >> octave)
-        if bucket >= LATENCY_BUCKETS:
-            bucket = LATENCY_BUCKETS - 1
-        t.core.totals.latency[bucket] += 1
-    elif t.status == ST_CACHE_NOT_EXIST:
-        t.core.totals.not_exist += 1
-    elif t.status == ST_TIMEOUT:
-        t.core.totals.timeouts += 1
-    elif t.status == ST_NOT_YET_LINK:
-        t.core.totals.not_linked += 1
+    totals.transfers += 1
+    if t.status != ST_SUCCESS:
+        totals.failures[failure_kind(t.status)] += 1
+        return
+    totals.spans += t.spans
+    if t.path == PATH_GET:
+        totals.bytes_get += t.total
+    elif t.path == PATH_STREAM:
+        totals.bytes_stream += t.total
     else:
-        t.core.totals.failed += 1
+        totals.bytes_pushed += t.total
+    while (ns >> octave) >= 16:
+        octave += 1
+    bucket = octave * 8 + <uint32_t>(ns >> octave)
+    if bucket >= LATENCY_BUCKETS:
+        bucket = LATENCY_BUCKETS - 1
+    totals.latency[bucket] += 1
 
 
 cdef void leave_link(Transfer* t) noexcept nogil:
@@ -267,9 +382,10 @@ cdef void leave_link(Transfer* t) noexcept nogil:
     link.dirty = True
     if link.watched and link.n_transfers == 0:
         core_notify(t.core)
-    t.far.active -= 1
-    if t.far.retired and t.far.active == 0:
-        core_notify(t.core)
+    if t.noticing:
+        leave_notice(t)
+    else:
+        release_far(t)
     if t.path == PATH_PUSH:
         t.near.pushes -= 1
     else:
@@ -278,13 +394,6 @@ cdef void leave_link(Transfer* t) noexcept nogil:
         core_idle(t.core)
     if t.offer:
         answer_later(link, t.offer, t.status, t.path, t.spans)
-    if t.status == ST_SUCCESS:
-        if t.path == PATH_GET:
-            link.bytes_get += t.total
-        elif t.path == PATH_STREAM:
-            link.bytes_stream += t.total
-        else:
-            link.bytes_pushed += t.total
 
 
 cdef void answer_later(Link* link, uint64_t offer, uint32_t status, uint32_t path,
@@ -313,8 +422,11 @@ cdef void transfer_settle(Transfer* t) noexcept nogil:
     t.ended = now_ns()
     if t.link != NULL:
         leave_link(t)
+    # What answers a peer's offer is counted as the peer's push.
     if not t.offer:
-        count_end(t)
+        count_end(t, &core.totals)
+        if t.link != NULL:
+            count_end(t, &t.link.totals)
     core.transfers[t.index] = NULL
     core.free_transfers[core.n_free_transfers] = t.index
     core.n_free_transfers += 1

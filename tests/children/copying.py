@@ -50,7 +50,7 @@ def leave_to_ucx(ctx: Context, cluster_id: int) -> None:
 
 
 def bytes_direct(ctx: Context, cluster_id: int) -> int:
-    return int(native(ctx, cluster_id).counters["bytes_direct"])
+    return int(native(ctx, cluster_id).totals()["bytes_direct"])
 
 
 def places(ctx: Context, name: str) -> list[tuple[int, int]]:

@@ -52,7 +52,7 @@ def drops(ctx: Context, cluster_id: int) -> tuple[int, int]:
     """Messages dropped because they named no link, and because their token was wrong."""
     running = ctx.engine._running
     link = running.links.lookup(cluster_id)
-    return running.native.totals()["dropped"], link.native.counters["dropped"]
+    return running.native.totals()["dropped"], link.native.totals()["dropped"]
 
 
 class Sender:

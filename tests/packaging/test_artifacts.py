@@ -193,7 +193,7 @@ def test_metadata(built: Built) -> None:
         if "extra ==" not in line
     }
     assert needed == {"numpy", "msgspec", "psutil", "rich", "libucx-cu12"}
-    assert "ucxkv = ucxkv.cli:main" in commands
+    assert "ucxkv = ucxkv_command:main" in commands
     assert "Apache License" in license_text
 
 

@@ -59,6 +59,10 @@ class FakeLink:
         self.failed.append((status, reason))
         self.pulls = 0
 
+    def totals(self) -> dict[str, Any]:
+        names = ("transfers", "spans", "bytes_get", "bytes_stream", "bytes_pushed", "bytes_served")
+        return {**dict.fromkeys(names, 0), "failures": {}, "latency_ns": {}}
+
     def close(self) -> None:
         self._closed = True
         self.engine.notify()

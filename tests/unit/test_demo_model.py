@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ucxkv.demo.model import KvCache, ModelConfig, Transformer, attend, rms_norm, rope, rope_tables
+from ucxkv.demo.caches import CachedSequence, KvCache, PagedKvCache
+from ucxkv.demo.model import ModelConfig, Transformer, attend, rms_norm, rope, rope_tables
 
 SMALL = ModelConfig(layers=3, dim=48, heads=6, kv_heads=2, ffn=40, max_tokens=64, seed=7)
 PROMPT = b"Once upon a time, a cache"
@@ -69,10 +70,12 @@ def model() -> Transformer:
     return Transformer(SMALL)
 
 
-def generate(model: Transformer, cache: KvCache, slot: int, first: int, position: int, count: int):
+def generate(
+    model: Transformer, sequence: CachedSequence, first: int, position: int, count: int
+) -> list[int]:
     tokens = [first]
     for step in range(count):
-        tokens.append(model.decode(tokens[-1], position + step, cache, slot))
+        tokens.append(model.decode(tokens[-1], position + step, sequence))
     return tokens
 
 
@@ -101,9 +104,9 @@ def test_tokens_and_logits_are_those_of_the_definition(config: ModelConfig) -> N
     tokens = list(PROMPT)
     for step in range(4):
         if step == 0:
-            token = model.prefill(PROMPT, cache, 0)
+            token = model.prefill(PROMPT, cache.slot(0))
         else:
-            token = model.decode(tokens[-1], len(tokens) - 1, cache, 0)
+            token = model.decode(tokens[-1], len(tokens) - 1, cache.slot(0))
         logits = slow_logits(model, tokens)
         assert logits[token] >= logits.max() - 1e-4
         tokens.append(token)
@@ -111,7 +114,7 @@ def test_tokens_and_logits_are_those_of_the_definition(config: ModelConfig) -> N
 
 def test_keys_and_values_are_those_of_the_definition(model: Transformer) -> None:
     cache = KvCache(SMALL, 1)
-    model.prefill(PROMPT, cache, 0)
+    model.prefill(PROMPT, cache.slot(0))
     weights = model.layers[0]
     for position, token in enumerate(PROMPT):
         normed = slow_norm(model.embedding[token].astype(np.float64), weights.attention_norm)
@@ -125,11 +128,11 @@ def test_keys_and_values_are_those_of_the_definition(model: Transformer) -> None
 def test_decoding_step_by_step_equals_computing_everything_again(model: Transformer) -> None:
     cache = KvCache(SMALL, 1)
     tokens = list(PROMPT)
-    tokens.append(model.prefill(PROMPT, cache, 0))
+    tokens.append(model.prefill(PROMPT, cache.slot(0)))
     for _ in range(20):
-        following = model.decode(tokens[-1], len(tokens) - 1, cache, 0)
+        following = model.decode(tokens[-1], len(tokens) - 1, cache.slot(0))
         again = KvCache(SMALL, 1)
-        assert model.prefill(tokens, again, 0) == following
+        assert model.prefill(tokens, again.slot(0)) == following
         for ours, theirs in zip(cache.tensors, again.tensors, strict=True):
             np.testing.assert_allclose(
                 ours[0, : len(tokens)], theirs[0, : len(tokens)], rtol=1e-4, atol=1e-4
@@ -137,17 +140,19 @@ def test_decoding_step_by_step_equals_computing_everything_again(model: Transfor
         tokens.append(following)
 
 
-@pytest.mark.parametrize("block", [1, 3, 8, 25, 1000])
-def test_blocks_of_any_size_give_the_same_cache(model: Transformer, block: int) -> None:
+@pytest.mark.parametrize("chunk", [1, 3, 8, 25, 1000])
+def test_chunks_of_any_size_give_the_same_cache(model: Transformer, chunk: int) -> None:
     whole, pieces = KvCache(SMALL, 1), KvCache(SMALL, 1)
-    assert model.prefill(PROMPT, whole, 0) == model.prefill(PROMPT, pieces, 0, block=block)
+    assert model.prefill(PROMPT, whole.slot(0)) == model.prefill(
+        PROMPT, pieces.slot(0), chunk=chunk
+    )
     for ours, theirs in zip(whole.tensors, pieces.tensors, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_the_same_seed_gives_the_same_bits(model: Transformer) -> None:
     ours, theirs = KvCache(SMALL, 2), KvCache(SMALL, 1)
-    assert model.prefill(PROMPT, ours, 1) == Transformer(SMALL).prefill(PROMPT, theirs, 0)
+    assert model.prefill(PROMPT, ours.slot(1)) == Transformer(SMALL).prefill(PROMPT, theirs.slot(0))
     for one, other in zip(ours.tensors, theirs.tensors, strict=True):
         assert one[1].tobytes() == other[0].tobytes()
     other = Transformer(replace(SMALL, seed=8))
@@ -156,26 +161,26 @@ def test_the_same_seed_gives_the_same_bits(model: Transformer) -> None:
 
 def test_a_copied_cache_goes_on_like_the_original(model: Transformer) -> None:
     cache = KvCache(SMALL, 2)
-    first = model.prefill(PROMPT, cache, 1)
+    first = model.prefill(PROMPT, cache.slot(1))
     other = copied(cache, 1, len(PROMPT))
-    ours = generate(model, cache, 1, first, len(PROMPT), 30)
-    assert generate(model, other, 0, first, len(PROMPT), 30) == ours
+    ours = generate(model, cache.slot(1), first, len(PROMPT), 30)
+    assert generate(model, other.slot(0), first, len(PROMPT), 30) == ours
 
 
 @pytest.mark.parametrize("tensor", range(2 * SMALL.layers))
 def test_the_tokens_depend_on_every_tensor_of_the_cache(model: Transformer, tensor: int) -> None:
     cache = KvCache(SMALL, 1)
-    first = model.prefill(PROMPT, cache, 0)
+    first = model.prefill(PROMPT, cache.slot(0))
     damaged = copied(cache, 0, len(PROMPT))
     damaged.tensors[tensor][0, : len(PROMPT)] = 0
-    ours = generate(model, cache, 0, first, len(PROMPT), 30)
-    assert generate(model, damaged, 0, first, len(PROMPT), 30) != ours
+    ours = generate(model, cache.slot(0), first, len(PROMPT), 30)
+    assert generate(model, damaged.slot(0), first, len(PROMPT), 30) != ours
 
 
 def test_nothing_of_a_layer_is_read_before_it_was_waited_for(model: Transformer) -> None:
     cache = KvCache(SMALL, 1)
-    first = model.prefill(PROMPT, cache, 0)
-    expected = model.decode(first, len(PROMPT), cache, 0)
+    first = model.prefill(PROMPT, cache.slot(0))
+    expected = model.decode(first, len(PROMPT), cache.slot(0))
     late = KvCache(SMALL, 1)
     for tensor in late.tensors:
         tensor[:] = np.nan
@@ -186,7 +191,7 @@ def test_nothing_of_a_layer_is_read_before_it_was_waited_for(model: Transformer)
         for source, target in ((cache.keys, late.keys), (cache.values, late.values)):
             target[layer][0, : len(PROMPT)] = source[layer][0, : len(PROMPT)]
 
-    assert model.decode(first, len(PROMPT), late, 0, land) == expected
+    assert model.decode(first, len(PROMPT), late.slot(0), land) == expected
     assert waited == [0, 1, 2]
 
 
@@ -194,12 +199,84 @@ def test_only_the_given_slot_and_positions_are_written(model: Transformer) -> No
     cache = KvCache(SMALL, 3)
     for tensor in cache.tensors:
         tensor[:] = 77
-    first = model.prefill(PROMPT, cache, 1)
-    model.decode(first, len(PROMPT), cache, 1)
+    first = model.prefill(PROMPT, cache.slot(1))
+    model.decode(first, len(PROMPT), cache.slot(1))
     for tensor in cache.tensors:
         assert (tensor[[0, 2]] == 77).all()
         assert (tensor[1, len(PROMPT) + 1 :] == 77).all()
         assert not (tensor[1, : len(PROMPT) + 1] == 77).any()
+
+
+BLOCK_TOKENS = [1, 3, 8, 16, 25, 100]
+
+
+@pytest.mark.parametrize("block_tokens", BLOCK_TOKENS)
+def test_a_paged_cache_gives_the_bits_of_a_continuous_one(
+    model: Transformer, block_tokens: int
+) -> None:
+    continuous = KvCache(SMALL, 1).slot(0)
+    paged = PagedKvCache(SMALL, block_tokens, parity=1).sequence()
+    first = model.prefill(PROMPT, continuous, chunk=10)
+    assert model.prefill(PROMPT, paged, chunk=10) == first
+    end = SMALL.max_tokens
+    expected = generate(model, continuous, first, len(PROMPT), end - len(PROMPT))
+    assert generate(model, paged, first, len(PROMPT), end - len(PROMPT)) == expected
+    for layer in range(SMALL.layers):
+        for ours, theirs in zip(paged.load(layer, end), continuous.load(layer, end), strict=True):
+            assert ours.tobytes() == theirs.tobytes()
+
+
+@pytest.mark.parametrize("block_tokens", BLOCK_TOKENS)
+def test_copied_blocks_go_on_like_the_original(model: Transformer, block_tokens: int) -> None:
+    ours = PagedKvCache(SMALL, block_tokens, parity=1)
+    theirs = PagedKvCache(SMALL, block_tokens, parity=0)
+    source, target = ours.sequence(), theirs.sequence()
+    first = model.prefill(PROMPT, source)
+    target.reserve(len(PROMPT))
+    for one, other in zip(ours.tensors, theirs.tensors, strict=True):
+        other[target.blocks] = one[source.blocks]
+        one[:] = np.nan
+    continuous = KvCache(SMALL, 1).slot(0)
+    model.prefill(PROMPT, continuous)
+    expected = generate(model, continuous, first, len(PROMPT), 30)
+    assert generate(model, target, first, len(PROMPT), 30) == expected
+
+
+def test_blocks_are_scattered_and_differ_between_the_pools() -> None:
+    blocks = []
+    for parity in (0, 1):
+        sequence = PagedKvCache(SMALL, 2, parity).sequence()
+        sequence.reserve(SMALL.max_tokens)
+        assert len(sequence.blocks) == 32
+        assert sequence.blocks != sorted(sequence.blocks)
+        used = sorted(sequence.blocks)
+        assert min(np.diff(used)) > 1
+        blocks.append(used)
+    assert not set(blocks[0]) & set(blocks[1])
+
+
+def test_blocks_are_taken_as_tokens_need_them_and_no_other_is_written(model: Transformer) -> None:
+    cache = PagedKvCache(SMALL, 5, parity=0)
+    for tensor in cache.tensors:
+        tensor[:] = 77
+    sequence = cache.sequence()
+    first = model.prefill(PROMPT, sequence)
+    assert len(sequence.blocks) == 5
+    model.decode(first, len(PROMPT), sequence)
+    assert len(sequence.blocks) == 6
+    others = sorted(set(range(len(cache.keys[0]))) - set(sequence.blocks))
+    for tensor in cache.tensors:
+        assert (tensor[others] == 77).all()
+        assert not (tensor[sequence.blocks[:5]] == 77).any()
+        assert not (tensor[sequence.blocks[5], 0] == 77).any()
+        assert (tensor[sequence.blocks[5], 1:] == 77).all()
+
+
+def test_a_pool_has_blocks_for_one_sequence() -> None:
+    cache = PagedKvCache(SMALL, 16, parity=0)
+    cache.sequence().reserve(SMALL.max_tokens)
+    with pytest.raises(MemoryError, match="no free block"):
+        cache.sequence().reserve(1)
 
 
 def test_the_first_bytes_of_a_slot_are_its_first_tokens() -> None:
@@ -228,7 +305,7 @@ def test_progress_is_told_to_its_end() -> None:
     model = Transformer(SMALL, lambda *told: heard.append(told))
     assert heard == [(1, 3), (2, 3), (3, 3)]
     heard.clear()
-    model.prefill(PROMPT, KvCache(SMALL, 1), 0, lambda *told: heard.append(told), block=10)
+    model.prefill(PROMPT, KvCache(SMALL, 1).slot(0), lambda *told: heard.append(told), chunk=10)
     assert heard == [(done, 9) for done in range(1, 10)]
 
 
@@ -270,7 +347,7 @@ def test_what_does_not_fit_the_cache_is_refused(model: Transformer) -> None:
     cache = KvCache(SMALL, 1)
     for prompt in (b"", bytes(SMALL.max_tokens + 1)):
         with pytest.raises(ValueError, match="1 to 64"):
-            model.prefill(prompt, cache, 0)
+            model.prefill(prompt, cache.slot(0))
     for position in (-1, SMALL.max_tokens):
         with pytest.raises(ValueError, match="outside 0 to 63"):
-            model.decode(0, position, cache, 0)
+            model.decode(0, position, cache.slot(0))

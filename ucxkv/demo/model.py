@@ -1,28 +1,24 @@
 """A decoder-only transformer in NumPy: RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
 It is small and its weights are random, but the arithmetic is that of the models whose caches this
-library moves, and so is the cache: two tensors (keys and values) per layer, each of shape
-(slots, max_tokens, kv_heads, head_dim).  Tokens are bytes.
+library moves, and so are the caches (see `caches`).  Tokens are bytes.
 
-A prompt goes through layer by layer, in blocks of positions; every later token goes through by
-itself.  Both use `_layer`, so two processes with the same weights, the same split into blocks
+A prompt goes through layer by layer, in chunks of positions; every later token goes through by
+itself.  Both use `_layer`, so two processes with the same weights, the same split into chunks
 and the same number of BLAS threads compute the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-# All of them are float32, which NumPy's stubs lose track of in products.
-Array = npt.NDArray[Any]
+from ucxkv.demo.caches import Array, CachedSequence, KvCache
 
 VOCABULARY = 256
-PREFILL_BLOCK = 256
+PREFILL_CHUNK = 256
 ITEM_BYTES = np.dtype(np.float32).itemsize
 
 _ROPE_BASE = 10_000.0
@@ -86,24 +82,6 @@ class ModelConfig:
 
     def cache_bytes(self, slots: int) -> int:
         return 2 * self.layers * slots * self.max_tokens * self.token_bytes
-
-
-class KvCache:
-    """Keys and values of every layer, `slots` sequences of up to `max_tokens` tokens each."""
-
-    def __init__(self, config: ModelConfig, slots: int) -> None:
-        shape = (slots, config.max_tokens, config.kv_heads, config.head_dim)
-        self.keys: list[Array] = []
-        self.values: list[Array] = []
-        for _ in range(config.layers):
-            # np.zeros would leave the pages to be made by whoever writes first, in mid-measurement.
-            self.keys.append(np.full(shape, 0, np.float32))
-            self.values.append(np.full(shape, 0, np.float32))
-
-    @property
-    def tensors(self) -> list[Array]:
-        """K and V of layer 0, K and V of layer 1, ...: the order in which they are registered."""
-        return [tensor for pair in zip(self.keys, self.values, strict=True) for tensor in pair]
 
 
 @dataclass(frozen=True)
@@ -217,31 +195,30 @@ class Transformer:
 
     def warm_up(self) -> None:
         """Let BLAS start its threads and the weights come into memory, outside any measurement."""
-        self.prefill(bytes(min(8, self.config.max_tokens)), KvCache(self.config, 1), 0)
+        self.prefill(bytes(min(8, self.config.max_tokens)), KvCache(self.config, 1).slot(0))
 
     def prefill(
         self,
-        prompt: Sequence[int],
-        cache: KvCache,
-        slot: int,
+        prompt: Iterable[int],
+        sequence: CachedSequence,
         told: Callable[[int, int], None] = _nobody_to_tell,
-        block: int = PREFILL_BLOCK,
+        chunk: int = PREFILL_CHUNK,
     ) -> int:
-        """Fill `slot` with the keys and values of `prompt`; returns the token that follows.
+        """Fill `sequence` with keys and values of `prompt`; returns the token that follows.
 
-        `told(done, total)` hears of each block of each layer.
+        `told(done, total)` hears of each chunk of each layer.
         """
-        tokens = np.asarray(prompt if isinstance(prompt, list) else list(prompt), np.intp)
+        tokens = np.array(list(prompt), np.intp)
         if not 0 < len(tokens) <= self.config.max_tokens:
             raise ValueError(
                 f"the prompt has {len(tokens)} tokens, but must have 1 to {self.config.max_tokens}"
             )
         x: Array = self.embedding[tokens]
-        starts = range(0, len(tokens), block)
+        starts = range(0, len(tokens), chunk)
         for index in range(self.config.layers):
             for number, start in enumerate(starts, 1):
-                x[start : start + block] = self._layer(
-                    index, x[start : start + block], start, cache, slot
+                x[start : start + chunk] = self._layer(
+                    index, x[start : start + chunk], start, sequence
                 )
                 told(index * len(starts) + number, self.config.layers * len(starts))
         return self._choose(x[-1:])
@@ -250,11 +227,10 @@ class Transformer:
         self,
         token: int,
         position: int,
-        cache: KvCache,
-        slot: int,
+        sequence: CachedSequence,
         wait_layer: Callable[[int], object] = _nothing_to_wait_for,
     ) -> int:
-        """Put `token` at `position` of `slot`; returns the token that follows.
+        """Put `token` at `position` of `sequence`; returns the token that follows.
 
         `wait_layer(i)` is called before anything of layer i is read, so that decoding may begin
         while later layers of the cache are still on their way.
@@ -264,20 +240,19 @@ class Transformer:
         x: Array = self.embedding[np.array([token])]
         for index in range(self.config.layers):
             wait_layer(index)
-            x = self._layer(index, x, position, cache, slot)
+            x = self._layer(index, x, position, sequence)
         return self._choose(x)
 
-    def _layer(self, index: int, x: Array, start: int, cache: KvCache, slot: int) -> Array:
+    def _layer(self, index: int, x: Array, start: int, sequence: CachedSequence) -> Array:
         config, weights = self.config, self.layers[index]
         end = start + len(x)
         cosines, sines = self._cosines[start:end], self._sines[start:end]
         normed = rms_norm(x, weights.attention_norm)
         query = (normed @ weights.query).reshape(len(x), config.heads, config.head_dim)
         key = (normed @ weights.key).reshape(len(x), config.kv_heads, config.head_dim)
-        keys, values = cache.keys[index][slot], cache.values[index][slot]
-        keys[start:end] = rope(key, cosines, sines)
-        values[start:end] = (normed @ weights.value).reshape(key.shape)
-        mixed = attend(rope(query, cosines, sines), keys[:end], values[:end])
+        value = (normed @ weights.value).reshape(key.shape)
+        sequence.store(index, start, rope(key, cosines, sines), value)
+        mixed = attend(rope(query, cosines, sines), *sequence.load(index, end))
         x = x + mixed @ weights.output
         normed = rms_norm(x, weights.ffn_norm)
         result: Array = x + (silu(normed @ weights.gate) * (normed @ weights.up)) @ weights.down

@@ -9,7 +9,8 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -81,12 +82,26 @@ class Outcome:
                 "layer_0_began_after_seconds": decoded.started_seconds,
                 "layer_0_began_after_bytes": decoded.started_bytes,
             },
+            "paged": self._paged(),
             "seconds": {
                 "prefill": self.prefilled.seconds,
                 "link": decoded.link_seconds,
                 "first_token_pulled": decoded.first_token_seconds,
                 "first_token_recomputed": self.alone.first_token_seconds,
             },
+        }
+
+    def _paged(self) -> dict[str, Any] | None:
+        held = self.prefilled.held
+        if held is None:
+            return None
+        return {
+            "block_tokens": self.job.block_tokens,
+            "source_blocks": list(held.blocks),
+            "destination_blocks": list(self.decoded.blocks),
+            "hold": held.outcome,
+            "notice": held.notice,
+            "held_seconds": held.seconds,
         }
 
 
@@ -100,14 +115,18 @@ def run(
     *,
     tokens: int,
     path: str = "auto",
+    block_tokens: int | None = None,
     timeout: float = 60.0,
     watcher: Watcher | None = None,
 ) -> Outcome:
     """Run the demo; raises DemoError if a process fails, dies, or makes no progress for `timeout`.
 
     `watcher(process, progress)` hears how far each process is.  `tokens` counts the first one,
-    which prefill makes.
+    which prefill makes.  With `block_tokens` the caches are paged, in blocks of so many tokens.
     """
+    if block_tokens is not None:
+        rounded = -(-config.max_tokens // block_tokens) * block_tokens
+        config = replace(config, max_tokens=rounded)
     needed = 2 * (config.weights * ITEM_BYTES + config.cache_bytes(processes.PREFILL_SLOTS))
     free = psutil.virtual_memory().available
     if needed > free:
@@ -115,7 +134,7 @@ def run(
             f"this would take about {needed / 1e9:.1f} GB of memory, but only {free / 1e9:.1f} GB"
             " are free; choose a shorter prompt or a smaller model"
         )
-    job = Job(config, prompt, tokens, path, secrets.token_hex(16), timeout)
+    job = Job(config, prompt, tokens, path, block_tokens, secrets.token_hex(16), timeout)
     watcher = watcher or (lambda _process, _progress: None)
     with contextlib.closing(_Crew(job, watcher)) as crew:
         to_prefill, to_decode = multiprocessing.Pipe()
@@ -158,7 +177,7 @@ class _Crew:
         )
         with theirs, _for_children():
             process.start()
-        self._members[name] = process, ours
+            self._members[name] = process, ours
         self._awaited.add(name)
 
     def results(self) -> dict[str, Any]:
@@ -253,6 +272,8 @@ def _for_children() -> Iterator[None]:
 
     The number of threads decides in which order BLAS adds, and so the last bits of a sum.
     """
+    # Starting it unblocks SIGINT, so that it must not wait for the first child to need it.
+    resource_tracker.ensure_running()
     changed = {} if _threads_set() else dict.fromkeys(_BLAS_THREADS, str(_usual_threads()))
     os.environ.update(changed)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -1,8 +1,10 @@
-"""The demo on a terminal: a progress bar while it runs, then what came out, in 80 columns."""
+"""The demo to its user: progress while it runs, then what came out, in 80 columns."""
 
 from __future__ import annotations
 
+import sys
 import time
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -13,6 +15,7 @@ from ucxkv.demo.run import Outcome, gigabytes_per_second
 COLUMNS = 80
 _LABEL = 13
 _PATIENCE = 1.0
+_SHOWN_BLOCKS = 8
 _WHAT = {
     ("prefill", "weights"): "prefill: making weights",
     ("prefill", "prefill"): "prefill: computing the prompt",
@@ -27,11 +30,36 @@ _WHAT = {
 }
 
 
-class Bars:
-    """Progress bars on standard error, if it is a terminal, from the second second on."""
+def progress() -> Bars | Lines:
+    """What shows progress on this standard error."""
+    console = Console(stderr=True)
+    return Bars(console) if console.is_terminal else Lines(sys.stderr)
 
-    def __init__(self) -> None:
-        console = Console(stderr=True)
+
+class Lines:
+    """Progress for a log or a pipe: a line every `every` seconds, none for what takes less."""
+
+    def __init__(self, file: TextIO, every: float = 5.0) -> None:
+        self._file = file
+        self._every = every
+        self._next = time.monotonic() + every
+
+    def close(self) -> None:
+        """Nothing is left to be taken back."""
+
+    def update(self, process: str, progress: processes.Progress) -> None:
+        """Tell how far a process is, unless something was told just before."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + self._every
+            share = 100 * progress.done // progress.total
+            print(f"{_what(process, progress)}, {share} %", file=self._file, flush=True)
+
+
+class Bars:
+    """Progress bars on a terminal, from the second second on."""
+
+    def __init__(self, console: Console) -> None:
         self._progress = Progress(
             TextColumn("{task.description:<34}"),
             BarColumn(bar_width=26),
@@ -39,7 +67,6 @@ class Bars:
             TimeElapsedColumn(),
             console=console,
             transient=True,
-            disable=not console.is_terminal,
         )
         self._patient_until = time.monotonic() + _PATIENCE
         self._bars: dict[str, tuple[str, TaskID]] = {}
@@ -55,8 +82,7 @@ class Bars:
         if bar is None or what != progress.what:
             if bar is not None:
                 self._progress.remove_task(bar)
-            text = _WHAT.get((process, progress.what), f"{process}: {progress.what}")
-            bar = self._progress.add_task(text, total=progress.total)
+            bar = self._progress.add_task(_what(process, progress), total=progress.total)
             self._bars[process] = progress.what, bar
         self._progress.update(bar, completed=progress.done)
         if progress.done == progress.total:
@@ -65,6 +91,10 @@ class Bars:
         if not self._started and time.monotonic() >= self._patient_until:
             self._started = True
             self._progress.start()
+
+
+def _what(process: str, progress: processes.Progress) -> str:
+    return _WHAT.get((process, progress.what), f"{process}: {progress.what}")
 
 
 def lines(outcome: Outcome) -> list[str]:
@@ -89,10 +119,11 @@ def lines(outcome: Outcome) -> list[str]:
         ("Prefill", prefilled),
         ("Decode", f"process {decoded.pid} linked to it in {_seconds(decoded.link_seconds)}"),
         ("", ""),
-        ("Moved", f"{report.bytes:,} bytes in {report.spans:,} {_plural('span', report.spans)}"),
+        ("Moved", _moved(outcome)),
         ("Path", f"{report.path}, on a link with {', '.join(decoded.transports) or 'no name'}"),
         ("Speed", f"{gigabytes_per_second(decoded):.2f} GB/s ({_seconds(report.seconds)})"),
         ("Layer 0", started),
+        *_paged(outcome),
         ("", ""),
         ("First token", f"{_seconds(pulled)} by pulling the prompt's cache"),
         ("", f"{again}: {_times(recomputed, pulled)}"),
@@ -105,6 +136,31 @@ def lines(outcome: Outcome) -> list[str]:
 
 _RIGHT = "the bytes pulled are the prefill process's"
 _WRONG = "WRONG: the bytes pulled are not the prefill process's"
+
+
+def _moved(outcome: Outcome) -> str:
+    report, blocks = outcome.decoded.report, len(outcome.decoded.blocks)
+    moved = f"{report.bytes:,} bytes in {report.spans:,} {_plural('span', report.spans)}"
+    if not blocks:
+        return moved
+    return f"{blocks:,} {_plural('block', blocks)} of {outcome.job.block_tokens:,} tokens: {moved}"
+
+
+def _paged(outcome: Outcome) -> list[tuple[str, str]]:
+    held = outcome.prefilled.held
+    if held is None:
+        return []
+    ended = f"ended by the notice {held.notice!r} after {_seconds(held.seconds)}"
+    return [
+        ("Blocks", f"{_few(held.blocks)} of prefill"),
+        ("", f"to {_few(outcome.decoded.blocks)} of decode"),
+        ("Hold", f"{ended}; prefill has written over its blocks since"),
+    ]
+
+
+def _few(blocks: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, blocks[:_SHOWN_BLOCKS]))
+    return shown if len(blocks) <= _SHOWN_BLOCKS else f"{shown}, ..."
 
 
 def _verdict(outcome: Outcome) -> str:
