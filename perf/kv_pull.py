@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import ucxkv
 from common import memory, records, terminal
-from common.caches import OWNER, PULLER, Engine
+from common.caches import OWNER, Engine, linked
 from common.calls import Caller, serve
 from common.environment import environment
 from common.models import BY_NAME, MODELS, Model
@@ -245,7 +245,7 @@ def _row(record: records.Record) -> list[str]:
         record["model"],
         record["path"] if record["took"] == [record["path"]] else "/".join(record["took"]),
         record["memory"],
-        f"{record['bytes'] / 2**20:.0f}",
+        f"{record['bytes'] / 2**20:.3g}",
         f"{median(bandwidth):.2f}",
         f"{quantile(bandwidth, 0.1):.2f}-{quantile(bandwidth, 0.9):.2f}",
         f"{median(taken) * 1e3:.3g}/{quantile(taken, 0.99) * 1e3:.3g}",
@@ -325,16 +325,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.local:
             owner = stack.enter_context(Worker("common.caches:Engine", name="owner"))
         else:
-            connection = socket.create_connection(options.connect, 10)
-            owner = Caller(connection, "owner")
+            owner = Caller(socket.create_connection(options.connect, 10), "owner")
             stack.callback(owner.close)
-        address = owner.call("address")
-        engines = {}
-        for number, path in enumerate(dict.fromkeys(paths)):
-            engine = Engine(PULLER + number, listen=None, path=path)
-            stack.enter_context(contextlib.closing(engine))
-            engine.link(address)
-            engines[path] = engine
+        engines = stack.enter_context(linked(owner, paths))
         results = list(measure(owner, engines, options))
     records.write(options.json, [machine, *results])
     out.print(table(results))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 import ucxkv
 from common import memory
+from common.calls import Caller
 from common.cpu import cpu_seconds
+from common.workers import Worker
 
 _PATIENCE_MS = 60_000
 OWNER, PULLER = 1, 2
@@ -78,3 +82,23 @@ class Engine:
     def close(self) -> None:
         """Close the engine."""
         self.engine.finalize()
+
+
+@contextlib.contextmanager
+def linked(owner: Caller | Worker, paths: Sequence[str]) -> Iterator[dict[str, Engine]]:
+    """An engine of this process for each path, linked to the owner; closed at the end."""
+    address = owner.call("address")
+    with contextlib.ExitStack() as stack:
+        engines: dict[str, Engine] = {}
+        for number, path in enumerate(dict.fromkeys(paths)):
+            engine = Engine(PULLER + number, listen=None, path=path)
+            engines[path] = stack.enter_context(contextlib.closing(engine))
+            engine.link(address)
+        yield engines
+
+
+@contextlib.contextmanager
+def pair(paths: Sequence[str]) -> Iterator[tuple[Worker, dict[str, Engine]]]:
+    """An owner in a process of its own, and an engine here for each path, linked to it."""
+    with Worker("common.caches:Engine", name="owner") as owner, linked(owner, paths) as engines:
+        yield owner, engines
