@@ -4,7 +4,7 @@ Each contender is two processes on this host.  They are given a work (W1: 64 ten
 64 tensors, 64 scattered blocks of 32 KiB of each; W3: 61 tensors, 256 scattered blocks of 4 KiB;
 4K: one block of 4 KiB, again and again; 4K-now: the same, 2 ms after the last), then each pulls it
 in every round, in turns, while all others are stopped: some wait by spinning.  After each turn
-every byte is looked at, outside the timed part.
+every byte is looked at, outside the timed part.  One that fails at a work has no figures for it.
 
     python perf/compare.py [--setup nixl mooncake] [--only NAME ...] [--rounds N] [--json FILE]
 
@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import random
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -39,12 +38,23 @@ _IDLE_SECONDS = 1.0
 
 
 class Pair:
-    """The two processes of a contender; stopped unless it is their turn."""
+    """The two processes of a contender, with a work; stopped unless it is their turn."""
 
-    def __init__(self, contender: Contender) -> None:
+    def __init__(self, contender: Contender, work: Work) -> None:
         self.contender = contender
+        self.work = work
+        self.figure: records.Record = {
+            "kind": "compare",
+            **_identity(contender),
+            "work": work.name,
+            "bytes": work.bytes,
+            "spans": work.spans,
+            "seconds": [],
+            "owner_cpu": [],
+            "puller_cpu": [],
+        }
         with contextlib.ExitStack() as stack:
-            self._sides = [
+            self.owner, self.puller = (
                 stack.enter_context(
                     Worker(
                         f"{contender.module}:{side}",
@@ -55,147 +65,137 @@ class Pair:
                     )
                 )
                 for role, side in (("owner", contender.owner), ("puller", contender.puller))
-            ]
-            self.owner, self.puller = self._sides
+            )
             offer = self.owner.call("open")
-            self.owner.call("accept", answer=self.puller.call("open", offer=offer))
+            self.puller.call("open", offer=offer)
+            offer = self.owner.call("prepare", work=asdict(work))
+            self.puller.call("prepare", work=asdict(work), offer=offer)
+            for side in (self.owner, self.puller):
+                side.suspend()
             self._stack = stack.pop_all()
 
     @contextlib.contextmanager
-    def turn(self):
+    def turn(self) -> Iterator[None]:
         """Let it run, alone."""
-        for side in self._sides:
+        for side in (self.owner, self.puller):
             side.resume()
         try:
             yield
         finally:
-            for side in self._sides:
+            for side in (self.owner, self.puller):
                 side.suspend()
 
-    def prepare(self, work: Work) -> None:
-        offer = self.owner.call("prepare", work=asdict(work))
-        self.puller.call("prepare", work=asdict(work), offer=offer)
-
-    def release(self) -> None:
-        self.puller.call("release")
-        self.owner.call("release")
-
-    def pull(self, work: Work) -> tuple[list[float], float, float]:
-        """Seconds of each pull; CPU seconds of the owner and of the puller for one."""
-        self.puller.call("clear")
+    def pull(self) -> None:
+        """Pull the work as often as it wants to be pulled in one turn."""
+        count = self.work.count
         # What being stopped has cooled down is warm again afterwards.
         self.puller.call("measure", count=1)
         self.puller.call("clear")
         before = cpu_seconds(self.owner.pid)
-        result = self.puller.call("measure", count=work.count, timeout=120)
+        result = self.puller.call("measure", count=count, timeout=120)
         owner_cpu = cpu_seconds(self.owner.pid) - before
         self.puller.call("check")
-        return result["seconds"], owner_cpu / work.count, result["cpu"] / work.count
+        self.figure["seconds"] += result["seconds"]
+        self.figure["owner_cpu"].append(owner_cpu / count)
+        self.figure["puller_cpu"].append(result["cpu"] / count)
 
-    def idle_cores(self, seconds: float) -> float:
+    def check(self) -> None:
+        """Whether nothing else was written in all rounds."""
+        self.puller.call("check", everywhere=True)
+
+    def idle(self, seconds: float) -> records.Record:
         """Cores that both sides use while nothing is asked of them."""
-        before = sum(cpu_seconds(side.pid) for side in self._sides)
+        pids = (self.owner.pid, self.puller.pid)
+        before = sum(map(cpu_seconds, pids))
         time.sleep(seconds)
-        return (sum(cpu_seconds(side.pid) for side in self._sides) - before) / seconds
+        cores = (sum(map(cpu_seconds, pids)) - before) / seconds
+        return {"kind": "idle", **_identity(self.contender), "cores": cores}
 
     def close(self) -> None:
-        for side in self._sides:
-            side.resume()
+        """End both processes."""
         self._stack.close()
 
 
-class Comparison:
-    """The contenders that run here, and what has become of the others."""
+class Round:
+    """The contenders that have a work in hand; one that fails takes part in it no longer."""
 
-    def __init__(self, contenders: Iterable[Contender]) -> None:
+    def __init__(self, contenders: Iterable[Contender], work: Work) -> None:
+        self.work = work
         self.pairs: list[Pair] = []
-        self.missing: list[records.Record] = []
-        self.figures: list[records.Record] = []
+        self.failed: list[records.Record] = []
         for contender in contenders:
-            reason = contender.why_not()
-            if reason:
-                self._leave_out(contender, reason)
-                continue
-            try:
-                pair = Pair(contender)
-            except CallError as error:
-                self._leave_out(contender, _summary(error))
-                continue
-            with pair.turn():
-                self.pairs.append(pair)
+            if work.name in contender.works:
+                try:
+                    self.pairs.append(Pair(contender, work))
+                except CallError as error:
+                    self._fail(contender, error)
 
-    def _leave_out(self, contender: Contender, reason: str) -> None:
-        self.missing.append({"kind": "missing", **_identity(contender), "reason": reason})
+    def _fail(self, contender: Contender, error: CallError) -> None:
+        print(f"{contender.name}, {self.work.name}: {error}", file=sys.stderr)
+        self.failed.append(
+            {"kind": "missing", **_identity(contender), "work": self.work.name}
+            | {"reason": _summary(error)}
+        )
 
-    def _drop(self, pair: Pair, error: CallError) -> None:
-        """A contender that has failed takes part no longer."""
-        print(f"{pair.contender.name}: {error}", file=sys.stderr)
-        self._leave_out(pair.contender, _summary(error))
-        self.pairs.remove(pair)
-        pair.close()
-
-    def run(self, work: Work, rounds: int, bar: Progress) -> None:
-        """Every contender in turns, `rounds` times."""
-        taking_part = [pair for pair in self.pairs if work.name in pair.contender.works]
-        task = bar.add_task(work.name, total=rounds * len(taking_part))
-        figures = {
-            pair.contender.name: {
-                "kind": "compare",
-                **_identity(pair.contender),
-                "work": work.name,
-                "bytes": work.bytes,
-                "spans": work.spans,
-                "seconds": [],
-                "owner_cpu": [],
-                "puller_cpu": [],
-            }
-            for pair in taking_part
-        }
-        for pair in list(taking_part):
-            self._try(pair, taking_part, lambda pair: pair.prepare(work))
-        order = random.Random(work.name)
-        for _ in range(rounds):
-            for pair in order.sample(taking_part, len(taking_part)):
-
-                def one(pair: Pair) -> None:
-                    figure = figures[pair.contender.name]
-                    seconds, owner_cpu, puller_cpu = pair.pull(work)
-                    figure["seconds"] += seconds
-                    figure["owner_cpu"].append(owner_cpu)
-                    figure["puller_cpu"].append(puller_cpu)
-
-                self._try(pair, taking_part, one)
-                bar.advance(task)
-        for pair in list(taking_part):
-
-            def finish(pair: Pair) -> None:
-                pair.puller.call("check", everywhere=True)
-                pair.release()
-
-            self._try(pair, taking_part, finish)
-        bar.remove_task(task)
-        self.figures += [figures[pair.contender.name] for pair in taking_part]
-
-    def _try(self, pair: Pair, taking_part: list[Pair], job) -> None:
+    def _turn(self, pair: Pair, job: Callable[[Pair], None]) -> None:
         try:
             with pair.turn():
                 job(pair)
         except CallError as error:
-            taking_part.remove(pair)
-            self._drop(pair, error)
+            self._fail(pair.contender, error)
+            self.pairs.remove(pair)
+            pair.close()
 
-    def idle(self, seconds: float) -> None:
+    def run(self, rounds: int, bar: Progress) -> None:
+        """Each in turns, so many times, in an order that changes."""
+        task = bar.add_task(self.work.name, total=rounds)
+        order = random.Random(self.work.name)
+        for _ in range(rounds):
+            for pair in order.sample(self.pairs, len(self.pairs)):
+                self._turn(pair, Pair.pull)
+            bar.advance(task)
+        for pair in list(self.pairs):
+            self._turn(pair, Pair.check)
+        bar.remove_task(task)
+
+    def idle(self, seconds: float) -> list[records.Record]:
         """What each costs while it does nothing."""
+        found = []
         for pair in self.pairs:
-            if pair.contender.own_loop:
-                continue
-            with pair.turn():
-                cores = pair.idle_cores(seconds)
-            self.figures.append({"kind": "idle", **_identity(pair.contender), "cores": cores})
+            if not pair.contender.own_loop:
+                with pair.turn():
+                    found.append(pair.idle(seconds))
+        return found
 
     def close(self) -> None:
+        """End all processes."""
         for pair in self.pairs:
             pair.close()
+
+
+def compare(
+    contenders: Sequence[Contender], works: Sequence[Work], rounds: int, idle_seconds: float
+) -> list[records.Record]:
+    """Everything that is there, with every work."""
+    results: list[records.Record] = []
+    present = []
+    for contender in contenders:
+        reason = contender.why_not()
+        if reason:
+            results.append({"kind": "missing", **_identity(contender), "reason": reason})
+        else:
+            present.append(contender)
+    with terminal.progress() as bar:
+        for work in works:
+            this = Round(present, work)
+            try:
+                this.run(rounds, bar)
+                if work is works[0]:
+                    results += this.idle(idle_seconds)
+            finally:
+                this.close()
+            results += [*this.failed, *(pair.figure for pair in this.pairs)]
+    return results
 
 
 def _identity(contender: Contender) -> records.Record:
@@ -240,7 +240,7 @@ def tables(results: Sequence[records.Record], works: Sequence[Work]) -> Iterable
     """The tables of a run, one for each way that two ends can be connected."""
     figures = {(r["peer"], r["work"]): r for r in results if r["kind"] == "compare"}
     idle = {r["peer"]: f"{r['cores']:.2f}" for r in results if r["kind"] == "idle"}
-    absent = {r["peer"]: r["reason"] for r in results if r["kind"] == "missing"}
+    absent = [r for r in results if r["kind"] == "missing"]
     for kind, title in (("host", "Same host"), ("tcp", "TCP, loopback")):
         rows, ratios = [], []
         group = [contender for contender in CONTENDERS if contender.kind == kind]
@@ -270,12 +270,16 @@ def tables(results: Sequence[records.Record], works: Sequence[Work]) -> Iterable
             ["", *names, "CPU s/GiB", "idle"],
             rows,
         )
-        yield terminal.table(f"How many times as fast {group[0].label} is", ["than", *names], ratios)
+        yield terminal.table(
+            f"How many times as fast {group[0].label} is", ["than", *names], ratios
+        )
     if any(record["own_loop"] for record in figures.values()):
         yield "* after a name: its own memory and loop, data not checked"
     yield "CPU: owner + puller, in W1.  idle: cores that both use while nothing is asked of them."
-    for name, reason in absent.items():
-        yield f"missing: {name}: {reason}"
+    for record in absent:
+        yield " ".join(
+            filter(None, ("missing:", record["peer"], record.get("work"), f"({record['reason']})"))
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -305,17 +309,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     wanted = [contender for contender in CONTENDERS if contender.name in options.only]
     machine = environment()
-    comparison = Comparison(wanted)
-    try:
-        with terminal.progress() as bar:
-            for work in works:
-                comparison.run(work, options.rounds, bar)
-        comparison.idle(0.1 if options.tiny else _IDLE_SECONDS)
-    finally:
-        comparison.close()
-    results = [machine, *comparison.missing, *comparison.figures]
+    idle_seconds = 0.1 if options.tiny else _IDLE_SECONDS
+    results = [machine, *compare(wanted, works, options.rounds, idle_seconds)]
     records.write(options.json, results)
-    for part in itertools.chain(tables(results, works)):
+    for part in tables(results, works):
         out.print(part)
     return 0
 

@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import ucxkv
 from common import memory, records, terminal
 from common.caches import OWNER, Engine, pair
 from common.environment import environment
 from common.quantiles import median, quantile
+
+import ucxkv
 
 _SMALL_BYTES = 4 << 10
 _SMALL_BLOCKS = 16
@@ -43,7 +44,9 @@ def _round(engine: Engine, small_id: int, huge_id: int) -> tuple[list[float], li
     alone = [_small(engine, small_id) for _ in range(_ALONE)]
     for name in ("small", "huge"):
         memory.clear(engine.tensors[name], np.arange(engine.tensors[name][0].shape[0]))
-    huge = engine.engine.pull_kv_cache_async(ucxkv.CacheIndex(OWNER, huge_id), engine.caches["huge"])
+    huge = engine.engine.pull_kv_cache_async(
+        ucxkv.CacheIndex(OWNER, huge_id), engine.caches["huge"]
+    )
     beside = []
     while True:
         taken = _small(engine, small_id)

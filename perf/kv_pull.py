@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ucxkv
 from common import memory, records, terminal
 from common.caches import OWNER, Engine, linked
 from common.calls import Caller, serve
@@ -33,6 +32,8 @@ from common.environment import environment
 from common.models import BY_NAME, MODELS, Model
 from common.quantiles import median, quantile
 from common.workers import Worker
+
+import ucxkv
 
 _ARRIVALS = 5
 
@@ -271,7 +272,7 @@ def _address(text: str) -> tuple[str, int]:
 
 def listen(address: tuple[str, int]) -> None:
     """Be the owner of whoever connects, one after the other, until interrupted."""
-    host, port = address
+    host = address[0]
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server(address, family=family) as listener:
         print(f"waiting at {host}:{listener.getsockname()[1]}; Ctrl-C ends it", flush=True)

@@ -14,11 +14,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import ucxkv
 from common import memory, records, terminal
 from common.caches import OWNER, Engine, pair
 from common.environment import environment
 from common.quantiles import median, quantile
+
+import ucxkv
 
 _SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
 _BLOCKS = 64

@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import ucxkv
 from common import memory, records, terminal
 from common.caches import OWNER, PULLER, Engine
 from common.environment import environment
 from common.quantiles import median, quantile
 from common.workers import Worker
+
+import ucxkv
 
 _SHAPES = ((1, 64 << 10), (1, 1 << 20), (1, 64 << 20), (16, 1 << 20), (64, 1 << 20), (256, 1 << 20))
 _CACHES = (1000, 2500, 5000, 10_000)

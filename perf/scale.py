@@ -20,12 +20,13 @@ from typing import Any
 
 import numpy as np
 import psutil
-import ucxkv
 from common import memory, records, terminal
 from common.caches import OWNER, Engine
 from common.environment import environment
 from common.quantiles import median, quantile
 from common.workers import Worker
+
+import ucxkv
 
 _PROCESSES = 8
 _TENSORS = 16

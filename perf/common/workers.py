@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from common.calls import CallError, Caller
+from common.calls import Caller, CallError
 
 _CHILD = Path(__file__).with_name("child.py")
 _END_SECONDS = 10
@@ -38,7 +38,7 @@ class Worker:
         **arguments: Any,
     ) -> None:
         self.name = name or served
-        self._output = tempfile.TemporaryFile()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
         variables: dict[str, str | None] = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
         if python is not None:
             # They belong to this interpreter.
@@ -47,8 +47,13 @@ class Worker:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [python or sys.executable, _CHILD, served, str(theirs.fileno())]
-                + [json.dumps(arguments)],
+                [
+                    python or sys.executable,
+                    _CHILD,
+                    served,
+                    str(theirs.fileno()),
+                    json.dumps(arguments),
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,

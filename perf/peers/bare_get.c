@@ -123,18 +123,6 @@ int bare_unpack(bare_side_t *side, size_t region, const void *key)
     return ucp_ep_rkey_unpack(side->endpoint, key, &side->keys[region]);
 }
 
-void bare_release(bare_side_t *side)
-{
-    for (size_t i = 0; i < side->regions; i++) {
-        if (side->keys[i]) {
-            ucp_rkey_destroy(side->keys[i]);
-            side->keys[i] = NULL;
-        }
-        ucp_mem_unmap(side->context, side->memory[i]);
-    }
-    side->regions = 0;
-}
-
 static void completed(void *request, ucs_status_t status, void *user_data)
 {
     bare_side_t *side = user_data;

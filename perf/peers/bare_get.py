@@ -49,8 +49,10 @@ def compiled() -> Path:
         library.parent.mkdir(parents=True, exist_ok=True)
         made = library.with_suffix(".new")
         subprocess.run(
-            ["cc", "-O2", "-shared", "-fPIC", "-I", wheel / "include", "-o", made, _SOURCE]
-            + [wheel / "lib" / "libucp.so.0", f"-Wl,-rpath,{wheel / 'lib'}"],
+            [
+                *("cc", "-O2", "-shared", "-fPIC", "-I", wheel / "include", "-o", made, _SOURCE),
+                *(wheel / "lib" / "libucp.so.0", f"-Wl,-rpath,{wheel / 'lib'}"),
+            ],
             check=True,
             timeout=_COMPILE_SECONDS,
         )
@@ -68,7 +70,6 @@ def _library() -> ctypes.CDLL:
         ("bare_register", ctypes.c_int, [pointer, pointer, size]),
         ("bare_pack", size, [pointer, size, ctypes.c_char_p, size]),
         ("bare_unpack", ctypes.c_int, [pointer, size, ctypes.c_char_p]),
-        ("bare_release", None, [pointer]),
         ("bare_get", ctypes.c_int, [pointer, size, size, pointer, pointer, size]),
         ("bare_serve", None, [pointer]),
         ("bare_stop", None, [pointer]),
@@ -97,9 +98,6 @@ class _Program(sides.Side):
         if status != 0:
             raise RuntimeError(f"UCX status {status}")
 
-    def _unmap(self) -> None:
-        self._c.bare_release(self._side)
-
 
 class Owner(_Program, sides.Owner):
     def open(self) -> dict[str, Any]:
@@ -125,10 +123,9 @@ class Owner(_Program, sides.Owner):
 
 
 class Puller(_Program, sides.Puller):
-    def open(self, offer: dict[str, Any]) -> dict[str, Any]:
+    def open(self, offer: dict[str, Any]) -> None:
         self._start()
         self._must(self._c.bare_connect(self._side, base64.b64decode(offer["address"])))
-        return {}
 
     def _map(self, offer: dict[str, Any]) -> None:
         self._register()

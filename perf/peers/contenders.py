@@ -13,7 +13,7 @@ _ALL = ("W1", "W2", "W3", "4K", "4K-now")
 _MOONCAKE = {
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65536",
     "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65536",
-    "MC_TCP_MAX_CONNECTIONS_PER_PEER": "64",
+    "MC_TCP_ADMISSION_TIMEOUT_MS": "60000",
     "MC_FORCE_TCP": "1",
     "MC_LOG_LEVEL": "ERROR",
 }
@@ -28,8 +28,8 @@ class Contender:
     """`module` has the classes `owner` and `puller`, made with `arguments`.
 
     `package`: the virtual environment it runs in, None for this interpreter's.  `missing` says why
-    it cannot run here.  `kind` is "tcp" or "host", for what both ends are to each other.  `own_loop`:
-    its figures are its own, of data that nobody checked.
+    it cannot run here.  `kind` is "host" (both ends know that they are on one) or "tcp".
+    `own_loop`: its figures are its own, of data that nobody checked.
     """
 
     name: str

@@ -40,10 +40,6 @@ class _Memory(sides.Side):
         self._cache = self._engine.allocate_kv_cache(description)
         return list(self._cache.tensors)
 
-    def _unmap(self) -> None:
-        self._engine.unregister_kv_cache(self._cache.cache_id)
-        del self._cache
-
     def close(self) -> None:
         self._engine.finalize()
 
@@ -64,11 +60,10 @@ class Puller(_Memory, sides.Puller):
     cluster_id = 2
     role = ucxkv.LlmRole.DECODER
 
-    def open(self, offer: dict[str, Any]) -> dict[str, Any]:
+    def open(self, offer: dict[str, Any]) -> None:
         self._start(None)
         address = ucxkv.IpInfo(*offer["address"])
         self._engine.link_llm_clusters([ucxkv.ClusterInfo(1, [address])], timeout_ms=_PATIENCE_MS)
-        return {"version": f"{ucxkv.__version__}"}
 
     def _map(self, offer: dict[str, Any]) -> None:
         self._source, self._destination = self._blocks()
@@ -80,6 +75,4 @@ class Puller(_Memory, sides.Puller):
         if self._one:
             self._engine.pull_kv_cache(self._index, self._cache, int(self._destination[0]))
         else:
-            self._engine.pull_kv_blocks(
-                self._index, self._cache, self._source, self._destination
-            )
+            self._engine.pull_kv_blocks(self._index, self._cache, self._source, self._destination)

@@ -26,10 +26,6 @@ class _Engine(sides.Side):
             if self._engine.register_memory(address, nbytes) != 0:
                 raise RuntimeError("Mooncake did not register the memory")
 
-    def _unmap(self) -> None:
-        for address in self._registered:
-            self._engine.unregister_memory(address)
-
 
 class Owner(_Engine, sides.Owner):
     def open(self) -> dict[str, Any]:
@@ -42,10 +38,9 @@ class Owner(_Engine, sides.Owner):
 
 
 class Puller(_Engine, sides.Puller):
-    def open(self, offer: dict[str, Any]) -> dict[str, Any]:
+    def open(self, offer: dict[str, Any]) -> None:
         self._start()
         self._peer = offer["name"]
-        return {}
 
     def _map(self, offer: dict[str, Any]) -> None:
         self._register()

@@ -24,9 +24,6 @@ class _Agent(sides.Side):
         ranges = [(int(address), nbytes, 0, "") for address in self._addresses()]
         self._regions = self._agent.register_memory(ranges, "DRAM")
 
-    def _unmap(self) -> None:
-        self._agent.deregister_memory(self._regions)
-
     def _descriptors(self, addresses: np.ndarray) -> np.ndarray:
         made = np.zeros((len(addresses), 3), dtype=np.uint64)
         made[:, 0] = addresses
@@ -46,9 +43,8 @@ class Owner(_Agent, sides.Owner):
 
 
 class Puller(_Agent, sides.Puller):
-    def open(self, offer: dict[str, Any]) -> dict[str, Any]:
+    def open(self, offer: dict[str, Any]) -> None:
         self._start("puller")
-        return {}
 
     def _map(self, offer: dict[str, Any]) -> None:
         self._register()
@@ -66,12 +62,6 @@ class Puller(_Agent, sides.Puller):
         self._transfer = agent.make_prepped_xfer(
             "READ", self._lists[0], everything, self._lists[1], everything
         )
-
-    def _unmap(self) -> None:
-        self._agent.release_xfer_handle(self._transfer)
-        for made in self._lists:
-            self._agent.release_dlist_handle(made)
-        super()._unmap()
 
     def pull(self) -> None:
         agent, transfer = self._agent, self._transfer

@@ -29,16 +29,10 @@ class Owner(sides.Owner):
     def prepare(self, work: dict[str, Any]) -> dict[str, Any]:
         return {}
 
-    def release(self) -> None:
-        """Nothing was prepared."""
-
 
 class _Puller(sides.Puller):
     def prepare(self, work: dict[str, Any], offer: dict[str, Any]) -> None:
         self.work = sides.Work(**work)
-
-    def release(self) -> None:
-        """Nothing was prepared."""
 
     def clear(self) -> None:
         """Its memory is its own."""
@@ -134,7 +128,6 @@ def _perftest() -> str | None:
 
 class UcxPerftest(_Puller):
     """GETs of one and the same block over TCP by `ucx_perftest`, several of them in flight."""
-
 
     def _measure(self, count: int) -> list[float]:
         tool, wheel = _perftest(), ucx_wheel()

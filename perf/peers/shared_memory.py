@@ -27,22 +27,16 @@ class Owner(sides.Owner):
     def _map(self) -> dict[str, Any]:
         return {"file": f"/proc/{os.getpid()}/fd/{self._file}"}
 
-    def _unmap(self) -> None:
-        os.close(self._file)
-
 
 class Puller(sides.Puller):
     def _map(self, offer: dict[str, Any]) -> None:
         source, destination = self._blocks()
         with open(offer["file"], "r+b") as file:
-            self._mapping = mmap.mmap(file.fileno(), 0)
-        tensors = [tensor.ctypes.data for tensor in _arrays(self._mapping, self.work)]
+            self._there = _arrays(mmap.mmap(file.fileno(), 0), self.work)
+        tensors = [tensor.ctypes.data for tensor in self._there]
         remote = self._span_addresses(np.array(tensors, dtype=np.uint64), source)
         here = self._span_addresses(self._addresses(), destination)
         self._copies = list(zip(here.tolist(), remote.tolist(), strict=True))
-
-    def _unmap(self) -> None:
-        del self._mapping
 
     def pull(self) -> None:
         length = self.work.block_bytes

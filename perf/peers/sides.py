@@ -11,13 +11,13 @@ import time
 from typing import Any
 
 import numpy as np
-
 from common import memory
+
 from peers.works import Work
 
 
 class Side:
-    """What both sides have: the tensors of the present work."""
+    """What both sides have: a work, and its tensors."""
 
     work: Work
     tensors: list[np.ndarray]
@@ -46,14 +46,6 @@ class Side:
         offsets = blocks.astype(np.uint64) * np.uint64(self.work.block_bytes)
         return (tensors[:, None] + offsets[None, :]).reshape(-1)
 
-    def release(self) -> None:
-        """Forget the present work."""
-        self._unmap()
-        self.tensors = []
-
-    def _unmap(self) -> None:
-        """Take back what `_map` gave."""
-
 
 class Owner(Side):
     """Has the memory."""
@@ -61,9 +53,6 @@ class Owner(Side):
     def open(self) -> dict[str, Any]:
         """Start; what the puller has to know."""
         return {}
-
-    def accept(self, answer: dict[str, Any]) -> None:
-        """Hear what the puller answered."""
 
     def prepare(self, work: dict[str, Any]) -> dict[str, Any]:
         """Allocate and fill the memory of a work; what the puller has to know."""
@@ -78,9 +67,8 @@ class Owner(Side):
 class Puller(Side):
     """Pulls."""
 
-    def open(self, offer: dict[str, Any]) -> dict[str, Any]:
-        """Connect; what the owner has to know."""
-        return {}
+    def open(self, offer: dict[str, Any]) -> None:
+        """Connect."""
 
     def prepare(self, work: dict[str, Any], offer: dict[str, Any]) -> None:
         """Allocate the memory of a work and prepare to pull it."""

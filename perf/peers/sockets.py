@@ -51,23 +51,16 @@ class Owner(sides.Owner):
         self._groups = _views(self.tensors, self._blocks()[0])
         return {}
 
-    def _unmap(self) -> None:
-        self._groups = []
-
 
 class Puller(sides.Puller):
-    def open(self, offer: dict[str, Any]) -> dict[str, Any]:
+    def open(self, offer: dict[str, Any]) -> None:
         self._connection = socket.create_connection(offer["address"], _PATIENCE)
         # Blocking, so that each call waits for all it was asked for.
         self._connection.settimeout(None)
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return {}
 
     def _map(self, offer: dict[str, Any]) -> None:
         self._groups = _views(self.tensors, self._blocks()[1])
-
-    def _unmap(self) -> None:
-        self._groups = []
 
     def pull(self) -> None:
         self._connection.sendall(b"x")

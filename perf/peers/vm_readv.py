@@ -19,7 +19,7 @@ class Owner(sides.Owner):
 
 
 class Puller(sides.Puller):
-    def open(self, offer: dict[str, Any]) -> dict[str, Any]:
+    def open(self, offer: dict[str, Any]) -> None:
         self._pid = offer["pid"]
         self._readv = ctypes.CDLL(None, use_errno=True).process_vm_readv
         self._readv.restype = ctypes.c_ssize_t
@@ -31,7 +31,6 @@ class Puller(sides.Puller):
             ctypes.c_ulong,
             ctypes.c_ulong,
         ]
-        return {}
 
     def _map(self, offer: dict[str, Any]) -> None:
         source, destination = self._blocks()
