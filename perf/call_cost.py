@@ -3,9 +3,9 @@
     python perf/call_cost.py [--path get stream] [--rounds N] [--json FILE]
 
 The time from the call of `pull_kv_blocks_async` to its return, by when the transfer has been handed
-over or is being posted, beside that of a bare Cython function which looks at the same arguments and
-posts nothing (compiled when needed; wants Cython and a C compiler).  Then the part of a pull of 15616
-spans in which its caller holds the GIL: the call, and fetching the result once it is there.
+over or is being posted, beside that of a bare Cython function which looks at the same arguments
+and posts nothing (compiled when needed; wants Cython and a C compiler).  Then the part of a pull of
+15616 spans in which its caller holds the GIL: the call, and fetching the result once it is there.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-import ucxkv
 from common import memory, records, terminal
 from common.caches import OWNER, Engine, pair
 from common.environment import environment
 from common.quantiles import median
 from peers.environments import folder
+
+import ucxkv
 
 _SOURCE = Path(__file__).parent / "common" / "bare_call.pyx"
 _TENSORS, _BLOCKS, _BLOCK_BYTES = 61, 1024, 4096
@@ -48,8 +47,10 @@ def bare_call() -> Callable[..., Any] | None:
         translated = place / "bare_call.c"
         for command in (
             [sys.executable, "-m", "cython", "-3", "-o", translated, _SOURCE],
-            ["cc", "-O2", "-shared", "-fPIC", "-w", f"-I{sysconfig.get_path('include')}"]
-            + ["-o", library, translated],
+            [
+                *("cc", "-O2", "-shared", "-fPIC", "-w", f"-I{sysconfig.get_path('include')}"),
+                *("-o", library, translated),
+            ],
         ):
             subprocess.run(command, check=True, timeout=_COMPILE_SECONDS)
     spec = importlib.util.spec_from_file_location("bare_call", library)

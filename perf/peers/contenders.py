@@ -116,11 +116,11 @@ CONTENDERS = (
     ),
     Contender(
         "perftest",
-        "ucx_perftest",
+        "ucx_perftest am_bw",
         "tcp",
         "peers.own_loop",
         puller="UcxPerftest",
-        works=("W1", "4K"),
+        works=("W1",),
         missing=own_loop.perftest_missing,
         own_loop=True,
     ),
