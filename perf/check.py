@@ -4,10 +4,10 @@
 
 Without --json it runs compare.py, fairness.py, call_cost.py, registration.py and scale.py first,
 which takes a quarter of an hour; with it, it reads what they wrote.  --quick runs them with few
-rounds.  To be run by hand, on a machine that does nothing else.  Each target holds, is missed, or is
-not measurable here: something that it is measured against is missing.  "TCP W1: times NIXL" is how
-many times as fast as NIXL; "growth" is that of a time from the fewest to the most caches, divided
-by that of their number.
+rounds.  To be run by hand, on a machine that does nothing else.  Each target holds, is missed, or
+is not measurable here: something that it is measured against is missing.  "TCP W1: times NIXL" is
+how many times as fast as NIXL; "growth" is that of a time from the fewest to the most caches,
+divided by that of their number.
 """
 
 from __future__ import annotations

@@ -270,9 +270,9 @@ def tables(results: Sequence[records.Record], works: Sequence[Work]) -> Iterable
             ["", *names, "CPU s/GiB", "idle"],
             rows,
         )
-        yield terminal.table(
-            f"How many times as fast {group[0].label} is", ["than", *names], ratios
-        )
+        if any(peer == ours for peer, _ in figures):
+            title = f"How many times as fast {group[0].label} is"
+            yield terminal.table(title, ["than", *names], ratios)
     if any(record["own_loop"] for record in figures.values()):
         yield "* after a name: its own memory and loop, data not checked"
     yield "CPU: owner + puller, in W1.  idle: cores that both use while nothing is asked of them."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -18,14 +18,14 @@ def console() -> Console:
     return Console(highlight=False, width=min(found.width, _WIDTH))
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Group:
     """A table whose first column is a name and whose others are figures."""
-    made = Table(title=title, title_justify="left", box=None, padding=(0, 1), pad_edge=False)
+    made = Table(box=None, padding=(0, 1), pad_edge=False)
     for number, name in enumerate(columns):
         made.add_column(name, justify="right" if number else "left", overflow="fold")
     for row in rows:
         made.add_row(*row)
-    return made
+    return Group(f"\n[bold]{title}[/bold]", made)
 
 
 def progress() -> Progress:
