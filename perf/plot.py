@@ -26,8 +26,22 @@ from common.quantiles import median, quantile
 # dashes do it for those who print in grey.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-_BETWEEN = {"host": "Same host", "tcp": "TCP over loopback"}
-_SIZE = (13, 9)
+_BETWEEN = {"host": "same host", "tcp": "TCP over loopback"}
+# The same thing looks the same in every picture; what is never in one picture may share a style.
+_LOOKS = {
+    "ucxkv get": 0,
+    "ucxkv stream": 0,
+    "ucxkv get, huge pages": 5,
+    "NIXL": 1,
+    "bare ucp_get_nbx": 2,
+    "process_vm_readv": 3,
+    "plain sockets": 3,
+    "Mooncake": 4,
+    "memcpy": 6,
+    "iperf3": 6,
+    "ucx_perftest am_bw": 7,
+}
+_SIZE = (13, 10)
 
 
 def _size(nbytes: float, _position: object = None) -> str:
@@ -75,14 +89,17 @@ def bandwidths(results: Sequence[records.Record], between: str) -> Callable[[Any
 
     def draw(axes: Any) -> None:
         for number, (label, points) in enumerate(lines.items()):
-            sizes = [size for size, _ in sorted(points)]
+            # A little apart, so that none hides another.
+            apart = 1.05 ** (number - len(lines) / 2)
+            sizes = [size * apart for size, _ in sorted(points)]
             values = [found for _, found in sorted(points)]
             middle = [median(found) for found in values]
             spread = [
                 [m - quantile(found, 0.1) for m, found in zip(middle, values, strict=True)],
                 [quantile(found, 0.9) - m for m, found in zip(middle, values, strict=True)],
             ]
-            axes.errorbar(sizes, middle, spread, label=label, capsize=3, **_style(number))
+            style = _style(_LOOKS.get(label, number))
+            axes.errorbar(sizes, middle, spread, label=label, elinewidth=0.8, **style)
         _block_sizes(axes, (size for points in lines.values() for size, _ in points))
         axes.set_ylabel("GB/s (median, p10 to p90)")
         axes.set_ylim(bottom=0)
@@ -105,14 +122,13 @@ def latencies(results: Sequence[records.Record]) -> Callable[[Any], None] | None
         for number, ((path, pause), points) in enumerate(sorted(found.items())):
             sizes = [size for size, _ in sorted(points)]
             when = f"after {pause * 1e3:g} ms" if pause else "back to back"
-            for share, name, dashes in ((0.5, "p50", "-"), (0.99, "p99", ":")):
+            for share, dashes, label in ((0.5, "-", f"{path}, {when}"), (0.99, ":", None)):
                 values = [quantile(taken, share) * 1e6 for _, taken in sorted(points)]
-                label = f"{path}, {when}, {name}"
                 axes.plot(sizes, values, linestyle=dashes, label=label, **_style(number))
         _block_sizes(axes, (size for points in found.values() for size, _ in points))
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(_microseconds)
-        axes.set_ylabel("time of one pull")
+        axes.set_ylabel("time of one pull (line: p50, dots: p99)")
         axes.set_title("Latency of one block")
 
     return draw
@@ -157,12 +173,12 @@ def panels(results: Sequence[records.Record]) -> list[Callable[[Any], None]]:
 
 def figure(drawn: Sequence[Callable[[Any], None]]) -> Any:
     """All panels in one picture."""
-    columns = 1 if len(drawn) == 1 else 2
-    rows = math.ceil(len(drawn) / columns)
+    across = 1 if len(drawn) == 1 else 2
+    rows = math.ceil(len(drawn) / across)
     whole, grid = plt.subplots(
         rows,
-        columns,
-        figsize=(_SIZE[0] * columns / 2, _SIZE[1] * rows / 2),
+        across,
+        figsize=(_SIZE[0] * across / 2, _SIZE[1] * rows / 2),
         squeeze=False,
         layout="constrained",
     )
@@ -171,7 +187,9 @@ def figure(drawn: Sequence[Callable[[Any], None]]) -> Any:
         panel(axes)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=8.5)
+        # Below, where it hides nothing.
+        columns = 2 if len(axes.get_legend_handles_labels()[1]) <= 4 else 3
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=columns, frameon=False)
     for axes in places[len(drawn) :]:
         axes.remove()
     return whole
@@ -252,6 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     matplotlib.use("Agg")
     # Text stays text: smaller, and it can be searched.
     plt.rcParams["svg.fonttype"] = "none"
+    plt.rcParams["legend.fontsize"] = 8.5
     results = records.read(options.results)
     drawn = panels(results)
     if not drawn:
