@@ -144,8 +144,6 @@ def _scale(results: Results) -> Iterable[Verdict]:
         many = results.of("scale", path=path, links=512)
         memory = many[-1]["owner_bytes_per_link"] / 2**20 if many else None
         yield _most(f"512 links, {path}: owner's MiB each", memory, 1.0)
-        memory = many[-1]["puller_bytes_per_link"] / 2**20 if many else None
-        yield _most(f"512 links, {path}: puller's MiB each", memory, 1.0)
         setup = median(many[-1]["setup"]) * 1e3 if many else None
         yield _most(f"512 links, {path}: set-up p50, ms", setup, 20.0)
         for what in ("register", "link", "first_pull"):

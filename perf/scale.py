@@ -5,6 +5,7 @@
 The engines that pull are spread over a few processes; the owner is one engine.  Links are made one
 after the other (time of each, memory that each adds at the owner and at the pulling side), then one
 alone pulls for a while, then all at once, each in a thread of its own; then one alone again.
+The pulling side has an engine for each link, whose memory counts there too.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import ucxkv
 
 _PROCESSES = 8
 _TENSORS = 16
-_BLOCK_BYTES = 512 << 10
+_BLOCK_BYTES = 128 << 10
 _WARMUP = 0.3
 
 
@@ -67,10 +68,11 @@ class Pullers:
             taken.append(engine.link(address))
         return {"seconds": taken, "bytes": _resident() - before}
 
-    def prepare(self) -> None:
-        """Give each engine memory to pull into."""
+    def prepare(self, remote_id: int) -> None:
+        """Give each engine memory to pull into, and pull once."""
         for engine in self.engines:
             engine.add("kv", _TENSORS, 1, _BLOCK_BYTES, "ordinary", filled=False)
+            engine.engine.pull_kv_cache(ucxkv.CacheIndex(OWNER, remote_id), engine.caches["kv"])
 
     def pull(self, remote_id: int, engines: int, start: float, seconds: float) -> list[int]:
         """Pull with the first so many engines, from a time on; bytes that each has moved."""
@@ -80,9 +82,12 @@ class Pullers:
         def run(number: int) -> None:
             engine = self.engines[number]
             cache = engine.caches["kv"]
-            end = start + seconds
-            while (now := time.monotonic()) < end:
+            while True:
                 report = engine.engine.pull_kv_cache(index, cache)
+                now = time.monotonic()
+                if now >= start + seconds:
+                    return
+                # Begun before the start or not: as much is missing at the end.
                 if now >= start:
                     moved[number] += report.bytes
 
@@ -137,7 +142,7 @@ def measure(links: int, path: str, seconds: float) -> records.Record:
         standing = owner.call("standing")
         owner_bytes = owner.call("resident") - before
         for worker in pullers:
-            worker.call("prepare")
+            worker.call("prepare", remote_id=remote_id)
         only_one = [1, *(0 for _ in shares[1:])]
         alone = _pull(pullers, only_one, remote_id, seconds)
         together = _pull(pullers, shares, remote_id, seconds)

@@ -11,8 +11,8 @@ from peers import bare_get, environments, own_loop
 
 _ALL = ("W1", "W2", "W3", "4K", "4K-now")
 _MOONCAKE = {
-    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65536",
-    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65536",
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "32768",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "32768",
     "MC_TCP_ADMISSION_TIMEOUT_MS": "60000",
     "MC_FORCE_TCP": "1",
     "MC_LOG_LEVEL": "ERROR",
