@@ -274,8 +274,8 @@ def tables(results: Sequence[records.Record], works: Sequence[Work]) -> Iterable
             title = f"How many times as fast {group[0].label} is"
             yield terminal.table(title, ["than", *names], ratios)
     if any(record["own_loop"] for record in figures.values()):
-        yield "* after a name: its own memory and loop, data not checked"
-    yield "CPU: owner + puller, in W1.  idle: cores that both use while nothing is asked of them."
+        yield "* its own memory and loop, data not checked (ucx_perftest: ucp_am_bw)"
+    yield "CPU: owner + puller, in W1.  idle: cores that both use while nothing is asked."
     for record in absent:
         yield " ".join(
             filter(None, ("missing:", record["peer"], record.get("work"), f"({record['reason']})"))

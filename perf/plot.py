@@ -39,7 +39,7 @@ _LOOKS = {
     "Mooncake": 4,
     "memcpy": 6,
     "iperf3": 6,
-    "ucx_perftest am_bw": 7,
+    "ucx_perftest": 7,
 }
 _SIZE = (13, 10)
 

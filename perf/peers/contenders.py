@@ -116,7 +116,7 @@ CONTENDERS = (
     ),
     Contender(
         "perftest",
-        "ucx_perftest am_bw",
+        "ucx_perftest",
         "tcp",
         "peers.own_loop",
         puller="UcxPerftest",
