@@ -300,9 +300,12 @@ class LlmDataDist:
         running.holds[cache_id] = hold or [tensor.hold for tensor in found]
         try:
             running.catalogue.add(entry)
-        except BaseException:
+        except BaseException as error:
             native.retire()
-            del running.holds[cache_id]
+            # An engine that is being finalized has let go of it already.
+            running.holds.pop(cache_id, None)
+            if isinstance(error, RuntimeError) and not isinstance(error, LlmError):
+                raise LlmError(str(error)) from error
             raise
         running.links.announce(entry)
         return Cache(cache_id, tuple(tensor.address for tensor in found), desc)
