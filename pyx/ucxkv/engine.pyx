@@ -47,6 +47,7 @@ from ucxkv.pthread cimport (
     timespec,
 )
 from ucxkv.push cimport push_install
+from ucxkv.quiesce cimport quiesce_install
 from ucxkv.service cimport prune_remotes, service_main
 from ucxkv.stream cimport stream_install
 from ucxkv.transfer cimport totals_dict, transfer_end, transfer_new
@@ -299,6 +300,7 @@ cdef class NativeEngine:
             check(message_install(self.core, w.worker), "install message handlers")
             check(stream_install(self.core, w.worker), "install message handlers")
             check(push_install(self.core, w.worker), "install message handlers")
+            check(quiesce_install(self.core, w.worker), "install message handlers")
             check(notice_install(self.core, w.worker), "install message handlers")
             address = worker_address(&w)
         except BaseException:
