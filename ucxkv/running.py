@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 import weakref
 
 from ucxkv import settings
@@ -17,6 +18,7 @@ from ucxkv.table import LinkTable
 from ucxkv.types import LlmRole
 
 STOP_SECONDS = 1.0
+RETIRE_SECONDS = 1.0
 
 
 class Running:
@@ -67,16 +69,21 @@ class Running:
         for entry in self.catalogue.snapshot():
             entry.native.begin_retire()
         stuck = []
+        deadline = time.monotonic() + RETIRE_SECONDS
         for entry in self.catalogue.snapshot():
-            if entry.native.retire():
+            if entry.native.retire(deadline - time.monotonic()):
                 self.catalogue.remove(entry.cache_id)
             else:
                 stuck.append(self.holds[entry.cache_id])
-        self.native.close()
-        _open.discard(self)
         if stuck:
             _stuck.append(stuck)
         self.holds.clear()
+        try:
+            self.native.close()
+        except RuntimeError as error:
+            raise LlmError(f"the engine is not closed entirely: {error}") from error
+        finally:
+            _open.discard(self)
 
 
 _open: weakref.WeakSet[Running] = weakref.WeakSet()

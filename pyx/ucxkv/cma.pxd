@@ -7,4 +7,4 @@ from ucxkv.core cimport Link, Transfer
 
 cdef void cma_trial(Link* link, uint64_t pid) noexcept nogil
 cdef bint cma_drive(Transfer* t) noexcept nogil
-cdef bint cma_serve(Link* link) noexcept nogil
+cdef void* cma_main(void* arg) noexcept nogil

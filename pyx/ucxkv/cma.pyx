@@ -2,9 +2,10 @@
 
 UCX's transport for memory of other processes, CMA, spends a system call on each span.  Where a
 link's GETs go through it, the bytes are copied here instead, a batch of spans at a time, by the
-threads that wait for the transfer and, for one that nobody waits for or that has much left, by the
-service thread.  Several threads may copy for one transfer: each claims the next batch under the
-engine's lock, copies it without, and books it.
+threads that wait for the transfer and, for one that nobody waits for or that has much left, by a
+thread of the engine that does nothing else: a copy takes as long as the owner's memory does, which
+may have to be swapped in, or be locked while the owner forks.  Several threads may copy for one
+transfer: each claims the next batch under the engine's lock, copies it without, and books it.
 
 The last range of each batch is the generation word of the cache, or the word of the hold.  The
 kernel fills the ranges of a call in their order, so the right word shows that the memory was still
@@ -16,7 +17,9 @@ A batch that comes short is an error, unless the word has changed.  It is not le
 (seen in 1.22) takes a GET for complete when the kernel could read only the beginning of it.
 """
 
+from libc.errno cimport EPERM, errno
 from libc.stdint cimport uint32_t, uint64_t
+from posix.unistd cimport read
 
 from ucxkv.core cimport (
     GET_MAX,
@@ -29,7 +32,7 @@ from ucxkv.core cimport (
     Transfer,
     core_lock,
     core_unlock,
-    core_wake,
+    core_wake_copier,
 )
 from ucxkv.lanes cimport lanes_use
 from ucxkv.spans cimport cursor_advance, cursor_run
@@ -55,8 +58,8 @@ cdef extern from "<sys/uio.h>" nogil:
 cdef enum:
     # More ranges in one call gain nothing (measured), and this many times 4 KiB is GET_MAX.
     MAX_RANGES = 256
-    # Others wait for the service thread.
-    SERVICE_BYTES = 262144
+    # Others wait for their turn.
+    COPIER_BYTES = 262144
     # A transfer with this much left is worth a second thread.
     SHARED_BYTES = 2097152
     # Linux: no process id has more bits.
@@ -157,7 +160,8 @@ cdef void book(Transfer* t, const Batch* batch, bint whole, bint told) noexcept 
             transfer_collect(t)
             transfer_advance(t, t.landed)
         elif told:
-            transfer_end(t, ST_FAILED, UCS_OK, b"memory of the cache cannot be read")
+            transfer_end(t, ST_FAILED, UCS_OK,
+                         b"memory of the cache, or of its destination, cannot be accessed")
         else:
             transfer_end(t, ST_FAILED, UCS_OK, b"the peer's process cannot be read any more")
     transfer_settle(t)
@@ -169,7 +173,7 @@ cdef bint copy_batch(Transfer* t, uint64_t limit) noexcept nogil:
     cdef Core* core = t.core
     cdef Batch batch
     cdef uint64_t address
-    cdef bint whole, told
+    cdef bint whole, told, denied
     if not claim(t, &batch, limit):
         return False
     address = word_address(t)
@@ -177,7 +181,12 @@ cdef bint copy_batch(Transfer* t, uint64_t limit) noexcept nogil:
     whole = process_vm_readv(batch.pid, batch.near.of, batch.near.count, batch.far.of,
                              batch.far.count, 0) == <ssize_t>batch.length
     told = whole or read_word(batch.pid, address, &batch.word)
+    denied = not told and errno == EPERM
     core_lock(core)
+    if denied:
+        # Its permissions have changed for good: later pulls are streamed, where they may be.
+        t.link.cma_pid = 0
+        t.link.get_ok = False
     book(t, &batch, whole, told)
     return True
 
@@ -188,15 +197,14 @@ cdef bint cma_drive(Transfer* t) noexcept nogil:
     The engine's lock is given up meanwhile.
     """
     if t.total - t.posted >= SHARED_BYTES:
-        core_wake(t.core)
+        core_wake_copier(t.core)
     return copy_batch(t, GET_MAX)
 
 
-cdef bint cma_serve(Link* link) noexcept nogil:
-    """Copy a batch for one of the link's transfers, for the service thread, which alone may call
-    this; False if no transfer needs it.
+cdef bint serve(Link* link) noexcept nogil:
+    """Copy a batch for one of the link's transfers; False if none needs it.
 
-    The engine's lock is given up meanwhile.
+    The engine's lock is given up meanwhile, and the link may be gone afterwards.
     """
     cdef Transfer* t
     cdef uint32_t left = link.n_transfers
@@ -205,6 +213,43 @@ cdef bint cma_serve(Link* link) noexcept nogil:
         t = link.transfers
         link.transfers = t.link_next
         if ((t.drivers == 0 or t.total - t.posted >= SHARED_BYTES)
-                and copy_batch(t, SERVICE_BYTES)):
+                and copy_batch(t, COPIER_BYTES)):
             return True
     return False
+
+
+cdef bint serve_links(Core* core) noexcept nogil:
+    """Copy a batch for one of the links, in turn; False if there is nothing to copy."""
+    cdef Link* link = core.next_copy
+    cdef bint wrapped = False
+    while core.n_direct > 0:
+        if link == NULL:
+            if wrapped:
+                break
+            wrapped = True
+            link = core.first_link
+        else:
+            # Who takes a link off the list moves this on.
+            core.next_copy = link.next
+            if serve(link):
+                return True
+            link = core.next_copy
+    return False
+
+
+cdef void* cma_main(void* arg) noexcept nogil:
+    """The copying thread: works for transfers that nobody waits for, or that are large."""
+    cdef Core* core = <Core*>arg
+    cdef uint64_t drained
+    core_lock(core)
+    while not core.stop_copier:
+        if serve_links(core):
+            core_unlock(core)
+            core_lock(core)
+            continue
+        core.copier_asleep = True
+        core_unlock(core)
+        read(core.copier_fd, &drained, sizeof(drained))
+        core_lock(core)
+    core_unlock(core)
+    return NULL

@@ -430,6 +430,11 @@ cdef struct Core:
     bint thread_running
     bint stop
     bint asleep
+    pthread_t copier
+    bint copier_running
+    bint copier_asleep
+    bint stop_copier
+    int copier_fd
     uint64_t sleep_until
     int wake_fd
     int notify_fd
@@ -439,7 +444,7 @@ cdef struct Core:
     int n_am
     Link** links                # by slot
     Link* first_link
-    Link* next_copy             # whose turn it is with the service thread's copies; NULL: the first
+    Link* next_copy             # whose turn it is with the copying thread; NULL: the first
     uint32_t n_direct           # transfers that are copied by cma.pyx
     Transfer** transfers        # by index
     uint32_t* free_transfers
@@ -488,6 +493,7 @@ cdef void core_timer(Core* core, uint64_t when, bint wake) noexcept nogil
 cdef void core_wait(Core* core, const timespec* until) noexcept nogil
 cdef void core_idle(Core* core) noexcept nogil
 cdef void core_wake(Core* core) noexcept nogil
+cdef void core_wake_copier(Core* core) noexcept nogil
 cdef void core_notify(Core* core) noexcept nogil
 cdef uint64_t random64() noexcept nogil
 cdef SendOp* send_new(Core* core) noexcept nogil

@@ -80,11 +80,20 @@ cdef void core_idle(Core* core) noexcept nogil:
 
 
 cdef void core_wake(Core* core) noexcept nogil:
-    """Get the service thread out of its sleep; called with the lock held."""
+    """Get the engine's threads out of their sleep; called with the lock held."""
     cdef uint64_t one = 1
     if core.asleep:
         core.asleep = False
         write(core.wake_fd, &one, sizeof(one))
+    if core.n_direct > 0:
+        core_wake_copier(core)
+
+
+cdef void core_wake_copier(Core* core) noexcept nogil:
+    cdef uint64_t one = 1
+    if core.copier_asleep:
+        core.copier_asleep = False
+        write(core.copier_fd, &one, sizeof(one))
 
 
 cdef void core_notify(Core* core) noexcept nogil:
@@ -179,6 +188,7 @@ cdef Core* core_new() except NULL:
     core.wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)
     core.notify_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)
     core.notice_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)
+    core.copier_fd = eventfd(0, EFD_CLOEXEC)
     core.links = <Link**>calloc(MAX_LINKS, sizeof(Link*))
     core.transfers = <Transfer**>calloc(MAX_TRANSFERS, sizeof(Transfer*))
     core.free_transfers = <uint32_t*>malloc(MAX_TRANSFERS * sizeof(uint32_t))
@@ -189,10 +199,11 @@ cdef Core* core_new() except NULL:
     core.pack_buffers = <void**>calloc(PACK_BUFFERS, sizeof(void*))
     core.words = map_words(MAX_WORDS)
     core.scratch = map_words(SCRATCH_WORDS)
-    if (core.wake_fd < 0 or core.notify_fd < 0 or core.notice_fd < 0 or core.links == NULL
-            or core.transfers == NULL or core.free_transfers == NULL or core.free_words == NULL
-            or core.caches == NULL or core.holds == NULL or core.expiring == NULL
-            or core.pack_buffers == NULL or core.words == NULL or core.scratch == NULL):
+    if (core.wake_fd < 0 or core.notify_fd < 0 or core.notice_fd < 0 or core.copier_fd < 0
+            or core.links == NULL or core.transfers == NULL or core.free_transfers == NULL
+            or core.free_words == NULL or core.caches == NULL or core.holds == NULL
+            or core.expiring == NULL or core.pack_buffers == NULL or core.words == NULL
+            or core.scratch == NULL):
         core_free(core)
         raise MemoryError("no memory or descriptors for the engine's tables")
     for i in range(MAX_TRANSFERS):
@@ -235,6 +246,8 @@ cdef void core_free(Core* core) noexcept nogil:
         close(core.notify_fd)
     if core.notice_fd >= 0:
         close(core.notice_fd)
+    if core.copier_fd >= 0:
+        close(core.copier_fd)
     pthread_cond_destroy(&core.idle)
     pthread_mutex_destroy(&core.mapping)
     pthread_mutex_destroy(&core.idle_mutex)

@@ -7,6 +7,7 @@ from libc.string cimport memset
 from libc.errno cimport errno
 from posix.unistd cimport close, getpid
 
+from ucxkv.cma cimport cma_main
 from ucxkv.context cimport check, worker_close, worker_open
 from ucxkv.core cimport (
     CLOSED,
@@ -31,6 +32,7 @@ from ucxkv.core cimport (
     core_timer,
     core_unlock,
     core_wake,
+    core_wake_copier,
 )
 from ucxkv.endpoint cimport link_create, link_unref
 from ucxkv.handle cimport handle_create
@@ -97,7 +99,7 @@ cdef extern from "<time.h>" nogil:
 
 
 cdef enum:
-    CLOSE_SECONDS = 3
+    CLOSE_SECONDS = 2
 
 
 ENGINE_LIMITS = {
@@ -168,6 +170,12 @@ cdef class NativeEngine:
         if error:
             raise OSError(error, "cannot start the service thread")
         self.core.thread_running = True
+        if rma_settings is not None:
+            with nogil:
+                error = pthread_create(&self.core.copier, NULL, cma_main, self.core)
+            if error:
+                raise OSError(error, "cannot start the copying thread")
+            self.core.copier_running = True
 
     cdef ucp_mem_h _map_table(self, uint64_t* table, size_t count, unsigned int prot) except *:
         cdef ucp_mem_map_params_t params
@@ -201,13 +209,13 @@ cdef class NativeEngine:
     def close(self):
         """Fence and end every transfer, close every link, join the thread, release UCX.
 
-        Raises UcxError if the service thread cannot be stopped within seconds; its memory is then
-        left alone.
+        Raises RuntimeError if a thread cannot be stopped within 2 s; all memory is then left alone.
         """
         if self._closed or self.core.pid != getpid():
             return
         if not self._shut():
-            raise RuntimeError("the service thread is stuck inside UCX")
+            raise RuntimeError(
+                "a thread is stuck inside UCX, or in a copy of memory that does not come")
 
     cdef bint _shut(self) noexcept:
         cdef Core* core = self.core
@@ -223,13 +231,21 @@ cdef class NativeEngine:
                 transfer_end(core.first_transfer, ST_FAILED, UCS_OK, b"the engine was finalized")
             core_wake(core)
             core_unlock(core)
+            clock_gettime(CLOCK_REALTIME, &until)
+            until.tv_sec += CLOSE_SECONDS
             if core.thread_running:
-                clock_gettime(CLOCK_REALTIME, &until)
-                until.tv_sec += CLOSE_SECONDS
                 error = pthread_timedjoin_np(core.thread, NULL, &until)
+            if core.copier_running and not error:
+                # All links are closed: it is not copying.
+                core_lock(core)
+                core.stop_copier = True
+                core_wake_copier(core)
+                core_unlock(core)
+                error = pthread_timedjoin_np(core.copier, NULL, &until)
         if error:
             return False
         core.thread_running = False
+        core.copier_running = False
         with nogil:
             end_waiting(core)
             core_lock(core)

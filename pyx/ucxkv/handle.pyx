@@ -218,6 +218,8 @@ cdef class TransferHandle:
         with nogil:
             core_lock(self.core)
             transfer_end(self.t, status, UCS_OK, c_reason)
+            # The peer is to be told, and whoever waited for its turn may begin.
+            core_wake(self.core)
             core_unlock(self.core)
 
     def wait(self, seconds=None, int64_t layer=-1, bint signals=True):

@@ -67,9 +67,8 @@ from ucxkv.ucp cimport (
 )
 
 
-cdef enum:
-    # Fences take milliseconds; this bound is for a broken UCX.
-    FENCE_MAX_NS = 5000000000
+# Fences take milliseconds; this bound is for a broken UCX, or memory of a peer that does not come.
+FENCE_SECONDS = 5.0
 
 
 cdef void region_map(Core* core, Region* region, unsigned int prot) except *:
@@ -333,12 +332,13 @@ cdef class LocalCache:
             raise MemoryError("no memory to remember what was quiesced")
         return bool(settled)
 
-    def retire(self):
+    def retire(self, double seconds=FENCE_SECONDS):
         """Change the generation word and end whatever still refers to the memory.
 
-        Returns True when nothing does; False if UCX would not give the memory back within seconds,
-        in which case the caller must keep it alive.
+        Returns True when nothing does; False if something still does after `seconds`, which fences
+        never take, in which case the caller must keep it alive.
         """
+        cdef uint64_t end = deadline_of(seconds)
         cdef bint idle
         cdef CacheMem* mem = self.mem
         cdef Core* core = self.core
@@ -352,7 +352,7 @@ cdef class LocalCache:
                 end_pushes(core, mem)
                 end_serves(core, mem)
             core_wake(core)
-            idle = wait_idle(core, mem, now_ns() + FENCE_MAX_NS, False)
+            idle = wait_idle(core, mem, end, False)
             if idle and not mem.retired:
                 mem.retired = True
                 core.caches[mem.slot] = NULL

@@ -8,7 +8,6 @@ nothing to do.  It never takes the GIL.
 from libc.stdint cimport uint64_t
 from posix.unistd cimport read
 
-from ucxkv.cma cimport cma_serve
 from ucxkv.core cimport (
     CLOSED,
     FENCING,
@@ -217,29 +216,6 @@ cdef bint step_links(Core* core, uint64_t now) noexcept nogil:
     return again
 
 
-cdef bint serve_copies(Core* core) noexcept nogil:
-    """Copy a batch for one of the links, in turn; the lock is given up meanwhile.
-
-    False if there is nothing to copy.
-    """
-    cdef Link* link = core.next_copy
-    cdef bint wrapped = False
-    core.next_copy = NULL
-    while core.n_direct > 0:
-        if link == NULL:
-            if wrapped:
-                break
-            wrapped = True
-            link = core.first_link
-        elif cma_serve(link):
-            # Links are taken off the list by this thread alone, in step_links.
-            core.next_copy = link.next
-            return True
-        else:
-            link = link.next
-    return False
-
-
 cdef bint arm(Core* core) noexcept nogil:
     """True if every worker will raise its event descriptor; False if one has work already."""
     cdef int i
@@ -322,7 +298,7 @@ cdef void* service_main(void* arg) noexcept nogil:
         again = step_links(core, now)
         if core.stop and all_closed(core):
             break
-        if serve_copies(core) or moved or again or not arm(core):
+        if moved or again or not arm(core):
             core_unlock(core)
             core_lock(core)
             continue

@@ -43,6 +43,7 @@ from ucxkv.core cimport (
     core_idle,
     core_notify,
     core_timer,
+    core_wake_copier,
 )
 from ucxkv.pthread cimport (
     CLOCK_MONOTONIC,
@@ -222,6 +223,8 @@ cdef void transfer_begin(Transfer* t, Link* link) noexcept nogil:
         link.n_answering += 1
     t.direct = link.cma_pid if t.path == PATH_GET else 0
     t.core.n_direct += t.direct != 0
+    if t.offer and t.direct:
+        core_wake_copier(t.core)
     link.dirty = True
     if t.total == 0:
         landed(t)
