@@ -339,8 +339,10 @@ class Link:
             self._connection.send(message)
 
     def announce(self, entry: LocalEntry) -> None:
-        """Tell the peer of a cache, unless it knows."""
-        if self._connection is None or not entry.access or entry.cache_id in self._told:
+        """Tell the peer of a cache, unless it knows or may not."""
+        if self._connection is None or entry.cache_id in self._told:
+            return
+        if not entry.shown_to(self.cluster_id):
             return
         self._told.add(entry.cache_id)
         self._connection.send_entry(entry.cache_id, entry.message)

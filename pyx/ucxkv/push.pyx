@@ -42,6 +42,7 @@ from ucxkv.core cimport (
     RemoteMem,
     SendOp,
     Transfer,
+    cache_shown,
     core_idle,
     core_timer,
     send_free,
@@ -289,14 +290,15 @@ cdef bint refused(Link* link, const Incoming* incoming) noexcept nogil:
     return False
 
 
-cdef uint32_t check_offer(Core* core, const Offer* offer, CacheMem** mem) noexcept nogil:
+cdef uint32_t check_offer(Link* link, const Offer* offer, CacheMem** mem) noexcept nogil:
     """Whether an offer may be taken: everything in it comes from another process."""
     cdef CacheMem* target
     if offer.dst_slot >= MAX_WORDS:
         return ST_PARAM_INVALID
-    target = core.caches[offer.dst_slot]
+    target = link.core.caches[offer.dst_slot]
     if (target == NULL or target.cache_id != offer.dst_cache_id
-            or target.generation != offer.dst_generation or target.retiring):
+            or target.generation != offer.dst_generation or target.retiring
+            or not cache_shown(target, link)):
         return ST_CACHE_NOT_EXIST
     if not target.pushable or not target.writable:
         return ST_FEATURE_NOT_ENABLED
@@ -343,7 +345,7 @@ cdef uint32_t take_offer(Link* link, Incoming* incoming) noexcept nogil:
     cdef RemoteMem* remote
     cdef Transfer* t
     cdef uint64_t i, src_len, deadline
-    cdef uint32_t status = check_offer(core, offer, &mem)
+    cdef uint32_t status = check_offer(link, offer, &mem)
     if status != ST_SUCCESS:
         return status
     if refused(link, incoming):
@@ -469,7 +471,7 @@ cdef ucs_status_t on_offer(void* arg, const void* header, size_t header_length, 
     cdef uint64_t lists = 0
     if link == NULL or link.n_incoming >= MAX_SERVES or message.head.transfer == 0:
         return UCS_OK
-    status = check_offer(core, &message.offer, &mem)
+    status = check_offer(link, &message.offer, &mem)
     if status == ST_SUCCESS:
         lists = message.offer.n_blocks * ((message.offer.src_has_blocks != 0)
                                           + (message.offer.dst_has_blocks != 0))
