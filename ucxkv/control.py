@@ -72,7 +72,7 @@ class Waiters:
         """Something has changed: all look at their conditions."""
         waiting, self._waiting = self._waiting, set()
         for future in waiting:
-            _wake(future)
+            wake(future)
 
     async def until(self, condition: Callable[[], object], deadline: float) -> bool:
         """Wait until `condition` is true; False if it is not at `deadline` on the loop's clock."""
@@ -81,7 +81,7 @@ class Waiters:
                 return False
             future: asyncio.Future[None] = self._loop.create_future()
             self._waiting.add(future)
-            timer = self._loop.call_at(deadline, _wake, future)
+            timer = self._loop.call_at(deadline, wake, future)
             try:
                 await future
             finally:
@@ -90,7 +90,8 @@ class Waiters:
         return True
 
 
-def _wake(future: asyncio.Future[None]) -> None:
+def wake(future: asyncio.Future[None]) -> None:
+    """Let a future's waiter go on, if there is one still."""
     if not future.done():
         future.set_result(None)
 

@@ -238,8 +238,8 @@ class LlmDataDist:
 
         With `peers`, a collection of cluster ids, only these clusters are told of the cache,
         whenever they link, and have their requests for it served; for all others it does not exist.
-        An id is what a peer says of itself: to be sure of it takes a secret, and trust in all who
-        know it.
+        An id is what a peer says of itself: a secret only proves that it is one of the deployment,
+        a certificate with `Tls.peer_name` that it is this cluster.
 
         Raises TypeError, ParamInvalid, FeatureNotEnabled (device memory) or LlmOutOfMemory.
         """
