@@ -408,6 +408,8 @@ class Link:
             case wire.Register():
                 for entry in message.entries:
                     self._learn(entry)
+                if self._retiring:
+                    self.poll()
             case wire.Retire():
                 self._retire_remote(message.cache_id)
                 self.poll()
@@ -433,9 +435,11 @@ class Link:
                 self._peer_ready = True
                 self._advance()
             case wire.Unlink():
+                # Once, however often it is said: each would wait for our pulls.
+                if not self._peer_unlinks:
+                    self._home.control.spawn(self._follow_unlink())
                 self.unlinking = self._peer_unlinks = True
                 self.up = False
-                self._home.control.spawn(self._follow_unlink())
             case wire.Unlinked():
                 self._peer_done = True
                 self._waiters.touch()
