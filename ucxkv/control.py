@@ -48,17 +48,17 @@ class RateLimit:
 
 
 class Warnings:
-    """Warnings about what others do, each kind rate-limited."""
+    """Log records about what others do, each kind rate-limited."""
 
     def __init__(self) -> None:
         self._limits: dict[str, RateLimit] = {}
 
-    def __call__(self, kind: str, text: str) -> None:
+    def __call__(self, kind: str, text: str, level: int = logging.WARNING) -> None:
         dropped = self._limits.setdefault(kind, RateLimit()).passes()
         if dropped:
-            logger.warning("%s (and %d more of this kind, not logged)", text, dropped)
+            logger.log(level, "%s (and %d more of this kind, not logged)", text, dropped)
         elif dropped is not None:
-            logger.warning("%s", text)
+            logger.log(level, "%s", text)
 
 
 class Waiters:

@@ -199,7 +199,8 @@ class Linking:
             self._arriving.discard(link)
             if dialled is None and not link.established:
                 # A stranger's attempt, of which nobody here knew.
-                logger.info("cluster %d did not finish a link: %s", link.cluster_id, link.error)
+                text = f"cluster {link.cluster_id} did not finish a link: {link.error}"
+                self._warn("unfinished", text, logging.INFO)
                 self.forget(link)
         self.waiters.touch()
 
@@ -296,7 +297,8 @@ class Linking:
             if refused.suspicious:
                 self._warn("secret", f"refused a connection from {connection.peer}: {refused}")
             else:
-                logger.info("refused a connection from %s: %s", connection.peer, refused)
+                text = f"refused a connection from {connection.peer}: {refused}"
+                self._warn("refused", text, logging.INFO)
             connection.close()
             return
         if self._certificates is not None:
