@@ -144,7 +144,8 @@ class Link:
 
     async def _receive(self, connection: Connection) -> None:
         try:
-            while True:
+            # What was heard together with the end counts no more, though it comes without a wait.
+            while connection is self._connection:
                 message = await connection.receive()
                 if self.state == "connecting":
                     self._arm(ESTABLISH_SECONDS, _UNFINISHED)

@@ -1,6 +1,7 @@
 """Everything that the control plane decodes, with valid frames and what is left of them.
 
-`UCXKV_FUZZ_INPUTS=1000000 pytest tests/fuzz` for a long run by hand; 5,000 inputs otherwise.
+`UCXKV_FUZZ_INPUTS=1000000 UCXKV_FUZZ_SEED=7 pytest -o timeout=0 tests/fuzz` for a long run by hand;
+5,000 inputs otherwise, the same ones each time.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ucxkv.handshake import Refused, answer
 from ucxkv.links import Link
 
 INPUTS = int(os.environ.get("UCXKV_FUZZ_INPUTS", "5000"))
+SEED = int(os.environ.get("UCXKV_FUZZ_SEED", "0"))
 # Of one run of Hypothesis, which remembers every input.
 AT_ONCE = 20_000
 
@@ -44,7 +46,7 @@ def fuzz(share: float, check: Callable[..., None], *strategies: st.SearchStrateg
             database=None,
             suppress_health_check=list(HealthCheck),
         )
-        hypothesis.seed(first)(limited(given(st.tuples(*strategies))(one)))()
+        hypothesis.seed(f"{SEED} {first}")(limited(given(st.tuples(*strategies))(one)))()
 
 
 # Messages
@@ -289,6 +291,42 @@ class Home:
         pass
 
 
+async def talk(control: Control, bodies: list[bytes]) -> tuple[Link, int]:
+    """The link of a peer that says all this at once and is gone, and how many tasks it has left."""
+    said = b"".join(frame(body) for body in bodies if body)
+    connection, _ = connection_of(control, [said])
+    connection.unseal(None, None)
+    link = Link(
+        Home(control),  # type: ignore[arg-type]
+        HELLO,
+        address="127.0.0.1:2",
+        link_id=bytes(16),
+        peer_serial=1,
+        native=Native(),  # type: ignore[arg-type]
+        worker=0,
+    )
+    link.begin(connection)
+    for _ in range(100):
+        if not link.connected:
+            break
+        await asyncio.sleep(0)
+    assert not link.connected
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    return link, len(others)
+
+
+def check_link(link: Link, tasks: int, frames: int) -> None:
+    assert link.state in ("down", "reconnecting"), link
+    assert link.error
+    assert "internal" not in link.error, link.error
+    assert len(link.remote) <= 3 * frames
+    assert link.state != "down" or not link.remote
+    assert tasks < 5
+
+
 def test_a_link(loop: asyncio.AbstractEventLoop, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever a linked peer says, in whatever order: the link goes on, or is down with a reason
     that is the peer's fault, and what it believes of the peer is bounded by what was said."""
@@ -297,38 +335,44 @@ def test_a_link(loop: asyncio.AbstractEventLoop, caplog: pytest.LogCaptureFixtur
 
     def check(bodies: list[bytes], attached: bool) -> None:
         async def run() -> None:
-            said = [frame(wire.encode(ATTACH))] if attached else []
-            said += [frame(body) for body in bodies if body]
-            connection, _ = connection_of(control, [b"".join(said)])
-            connection.unseal(None, None)
-            link = Link(
-                Home(control),  # type: ignore[arg-type]
-                HELLO,
-                address="127.0.0.1:2",
-                link_id=bytes(16),
-                peer_serial=1,
-                native=Native(),  # type: ignore[arg-type]
-                worker=0,
-            )
-            link.begin(connection)
-            for _ in range(100):
-                if not link.connected:
-                    break
-                await asyncio.sleep(0)
-            assert not link.connected
-            assert link.state in ("down", "reconnecting"), link
-            assert link.error
-            assert "internal" not in link.error, link.error
-            assert len(link.remote) <= 3 * len(bodies)
-            assert link.state != "down" or not link.remote
+            said = [wire.encode(ATTACH), *bodies] if attached else bodies
+            link, tasks = await talk(control, said)
+            check_link(link, tasks, len(said))
             link.down("over")
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
-            assert len(others) < 5
 
         loop.run_until_complete(run())
         assert not caplog.records, caplog.text
 
     fuzz(0.35, check, st.lists(running_messages(), max_size=10), st.booleans())
+
+
+@pytest.mark.parametrize("last", [wire.Bye("over"), wire.Synced(9)])
+@pytest.mark.parametrize("after", RUNNING, ids=lambda message: type(message).__name__)
+def test_nothing_counts_after_the_end(
+    loop: asyncio.AbstractEventLoop,
+    caplog: pytest.LogCaptureFixture,
+    last: wire.Running,
+    after: wire.Running,
+) -> None:
+    """Found by the fuzzer: a link that was down learned of caches from frames that were heard
+    together with its end."""
+
+    async def run() -> None:
+        link, tasks = await talk(Control(loop), [wire.encode(last), wire.encode(after)])
+        assert link.state == "down"
+        check_link(link, tasks, 2)
+        assert isinstance(link.native, Native)
+        assert not link.native.connected
+
+    loop.run_until_complete(run())
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_unlinking_over_and_over(loop: asyncio.AbstractEventLoop) -> None:
+    """Found by the fuzzer: each of these waited in a task of its own."""
+
+    async def run() -> None:
+        _, tasks = await talk(Control(loop), [wire.encode(wire.Unlink())] * 1000)
+        assert tasks < 5
+
+    loop.run_until_complete(run())
