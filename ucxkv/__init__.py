@@ -22,7 +22,7 @@ from ucxkv.errors import (  # noqa: E402
     UnlinkFailed,
 )
 from ucxkv.holds import Hold  # noqa: E402
-from ucxkv.layered import LayeredPush, LayerReady  # noqa: E402
+from ucxkv.layered import LayeredPush  # noqa: E402
 from ucxkv.notices import Notice, Notices  # noqa: E402
 from ucxkv.options import Options  # noqa: E402
 from ucxkv.tls import Tls  # noqa: E402
@@ -60,7 +60,6 @@ __all__ = [
     "IpInfo",
     "KvCacheExtParam",
     "KvCacheNotExist",
-    "LayerReady",
     "LayeredPush",
     "LinkFailed",
     "LinkInfo",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -162,4 +161,4 @@ def _reach(
             f"size {call.size} from offset {offset} on exceeds a slot: source"
             f" {source.block_bytes} bytes, destination {target.block_bytes}"
         )
-    return replace(call, size=end)
+    return call._replace(size=end)

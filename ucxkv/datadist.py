@@ -322,9 +322,12 @@ class LlmDataDist:
         running.holds[cache_id] = hold or [tensor.hold for tensor in found]
         try:
             running.catalogue.add(entry)
-        except BaseException:
+        except BaseException as error:
             native.retire()
-            del running.holds[cache_id]
+            # An engine that is being finalized has let go of it already.
+            running.holds.pop(cache_id, None)
+            if isinstance(error, RuntimeError) and not isinstance(error, LlmError):
+                raise LlmError(str(error)) from error
             raise
         running.links.announce(entry)
         return Cache(cache_id, tuple(tensor.address for tensor in found), desc)
@@ -379,7 +382,8 @@ class LlmDataDist:
         `notice`, at most 4096 bytes, is told to the owner (see `notices`) when all has landed:
         exactly once if this returns, which it does when the owner's engine has it, and otherwise at
         most once.  `hold` is the token of a hold of the source (see `hold`), which ends with the
-        notice.
+        notice.  That a hold has ended is found out when bytes have come, those of the first layer
+        at the latest; a pull of nothing does not look.
 
         Raises, by the first check that fails: TypeError; ParamInvalid (values); KvCacheNotExist
         (local); NotYetLink; KvCacheNotExist (remote); ParamInvalid (geometry); HoldEnded (a hold of

@@ -8,7 +8,6 @@ values, the local cache, the link, the remote cache, geometry.  Those before the
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,14 +16,13 @@ from numpy.typing import NDArray
 from ucxkv.errors import ParamInvalid
 from ucxkv.holds import Token, token_of
 from ucxkv.spans import distinct
-from ucxkv.types import Cache, CacheIndex, DataType, KvCacheExtParam
+from ucxkv.types import ALL_LAYERS, Cache, CacheIndex, DataType, KvCacheExtParam
 
 if TYPE_CHECKING:
     from ucxkv.catalogue import LocalEntry, RemoteEntry
 
     Entry: TypeAlias = LocalEntry | RemoteEntry
 
-_ALL = (-1, -1)
 # As in pyx/ucxkv/core.pxd.
 NOTICE_BYTES = 4096
 # A century: what is longer would not fit the clock.
@@ -33,8 +31,8 @@ FOREVER_MS = 100 * 365 * 86400e3
 Blocks = NDArray[np.uint32]
 
 
-@dataclass(frozen=True)
-class Call:
+# Tuples, not frozen dataclasses: one of each is made for every transfer.
+class Call(NamedTuple):
     """The arguments of one pull or push, their types and values checked.
 
     The far cache is the peer's, the near one ours.
@@ -72,6 +70,8 @@ class Plan(NamedTuple):
 
 def integer(value: Any, name: str) -> int:
     """`value` as an int; TypeError for anything that is not an integer."""
+    if type(value) is int:
+        return value
     if isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, not a bool")
     try:
@@ -110,6 +110,8 @@ def _notice(value: Any) -> bytes | None:
 
 
 def _layer_range(value: Any, name: str) -> tuple[int, int]:
+    if value is ALL_LAYERS:
+        return -1, -1
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise TypeError(f"{name} must be a pair of integers")
     return integer(value[0], name), integer(value[1], name)
@@ -148,8 +150,7 @@ def _block_numbers(array: NDArray[Any], name: str) -> Blocks:
     return np.ascontiguousarray(array, dtype=np.uint32)
 
 
-@dataclass(frozen=True)
-class Common:
+class Common(NamedTuple):
     """What pulls and pushes of slots and of blocks have in common, as it was passed."""
 
     index: Any
@@ -200,7 +201,7 @@ def check_slots(common: Common, near_batch: Any, size: Any) -> Call:
             f" destination {call.dst_batch}"
         )
     for name, layers in (("src", call.src_layers), ("dst", call.dst_layers)):
-        if layers != _ALL and not 0 <= layers[0] <= layers[1]:
+        if layers != ALL_LAYERS and not 0 <= layers[0] <= layers[1]:
             raise ParamInvalid(f"{name}_layer_range {layers} is neither (-1, -1) nor ascending")
     if call.tensors_per_layer < 1:
         raise ParamInvalid(f"tensor_num_per_layer must be at least 1, not {call.tensors_per_layer}")
@@ -219,8 +220,7 @@ def check_blocks(common: Common, src_blocks: Any, dst_blocks: Any) -> Call:
         raise ParamInvalid("dst_blocks names a block twice")
     if sources is not None and sources.size != targets.size:
         raise ParamInvalid(f"{sources.size} source blocks for {targets.size} destination blocks")
-    return replace(
-        call,
+    return call._replace(
         src_blocks=None if sources is None else _block_numbers(sources, "src_blocks"),
         dst_blocks=numbers,
     )
@@ -233,7 +233,7 @@ def _side_layers(layers: tuple[int, int], n: int, num_tensors: int, side: str) -
         raise ParamInvalid(
             f"tensor_num_per_layer {n} does not divide the {num_tensors} tensors of the {side}"
         )
-    if layers == _ALL:
+    if layers == ALL_LAYERS:
         return 0, num_tensors // n
     if n > num_tensors:
         raise ParamInvalid(
@@ -249,7 +249,7 @@ def plan(call: Call, source: Entry, target: Entry) -> Plan:
     _check_slots(call, source, target)
     n = call.tensors_per_layer
     src_tensors, dst_tensors = source.desc.num_tensors, target.desc.num_tensors
-    if call.src_layers == _ALL and call.dst_layers == _ALL:
+    if call.src_layers == ALL_LAYERS and call.dst_layers == ALL_LAYERS:
         if src_tensors != dst_tensors:
             raise ParamInvalid(
                 f"the source has {src_tensors} tensors, the destination {dst_tensors}"

@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 from ucxkv.errors import LlmError, ParamInvalid, Status
 from ucxkv.feeder import SHORTEST_SECONDS
 from ucxkv.transfers import Transfer
-from ucxkv.types import TransferReport
+from ucxkv.types import ALL_LAYERS, TransferReport
 
 if TYPE_CHECKING:
     from ucxkv import geometry
     from ucxkv.catalogue import LocalEntry, RemoteEntry
     from ucxkv.handle import TransferHandle
     from ucxkv.links import Link
-
-ALL_LAYERS = (-1, -1)
 
 # The most seconds between two looks at layers that are asked for, and at the others, which only
 # have to learn that the push has failed elsewhere.
@@ -113,6 +111,14 @@ class _Layer(Transfer):
     # What layer_ready has raised, if that has ended it.
     raised: BaseException | None = None
 
+    def __init__(self, handle: TransferHandle, call: geometry.Call, number: int) -> None:
+        super().__init__(handle, call)
+        self._number = number
+
+    @property
+    def _what(self) -> str:
+        return f"layer {self._number} of the {super()._what}"
+
     @property
     def failed(self) -> bool:
         return self._handle.done and self._handle.status != Status.SUCCESS
@@ -138,7 +144,7 @@ class _Layer(Transfer):
     def _explain(self) -> tuple[Status, str]:
         handle, link = self._handle, self._link
         if handle.status == Status.TIMEOUT and handle.withheld and link is not None:
-            late = f"it was not ready within {self._timeout_ms:g} ms"
+            late = f"it was not ready within {self._call.timeout_ms:g} ms"
             return Status.TIMEOUT, f"{self._what} ({link.address}): {late}"
         return super()._explain()
 
@@ -156,19 +162,17 @@ class LayeredPush(Transfer):
         self,
         new_handle: Callable[[], TransferHandle],
         layers: int,
-        what: str,
-        timeout_ms: float,
+        call: geometry.Call,
         ready: Ready,
     ) -> None:
         self._layers: list[_Layer] = []
         try:
             for layer in range(layers):
-                name = f"layer {layer} of the {what}"
-                self._layers.append(_Layer(new_handle(), name, timeout_ms))
+                self._layers.append(_Layer(new_handle(), call, layer))
         except BaseException:
             self._end(Status.FAILED, "it was not begun")
             raise
-        super().__init__(self._layers[-1]._handle, what, timeout_ms)
+        super().__init__(self._layers[-1]._handle, call)
         self._how: Ready | None = ready
         self._ready = bytearray(layers)
         # The peer's cache, once all has been checked and the layers are on their link.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -38,6 +39,7 @@ class Notices:
     def __init__(self, native: NativeEngine, timeout: float | None) -> None:
         self._native = native
         self._timeout = timeout
+        self._lock = threading.Lock()
         self._fd = -1
 
     def __del__(self) -> None:
@@ -49,13 +51,13 @@ class Notices:
 
         It belongs to this object, is only to be polled, and goes with it.
         """
-        if self._fd < 0:
-            try:
-                # Of our own: the engine's may be closed while somebody polls it.
-                self._fd = os.dup(self._native.notice_fd)
-            except OSError as error:
-                raise LlmError(f"no descriptor for notices: {error}") from error
-        return self._fd
+        with self._lock:
+            if self._fd < 0:
+                try:
+                    self._fd = self._native.dup_notice_fd()
+                except (OSError, RuntimeError) as error:
+                    raise LlmError(f"no descriptor for notices: {error}") from error
+            return self._fd
 
     def __iter__(self) -> Notices:
         return self
@@ -99,9 +101,9 @@ class Notices:
         loop = asyncio.get_running_loop()
         try:
             # A loop has one reader for each descriptor, and several tasks may be waiting.
-            fd = os.dup(self._native.notice_fd)
-        except OSError:
-            # None is left: look now and then.
+            fd = self._native.dup_notice_fd()
+        except (OSError, RuntimeError):
+            # None is left, or the engine has been closed: look now and then.
             await asyncio.sleep(_LOOK_SECONDS)
             return
         ready = asyncio.Event()

@@ -89,34 +89,32 @@ def _prepare(
     if near is None:
         raise KvCacheNotExist(f"no local cache {call.near_cache_id} is registered")
     deadline = monotonic_ns() + int(min(call.timeout_ms, FOREVER_MS) * 1e6)
-    what = (
-        f"push to cache {call.far_cache_id} of cluster {call.cluster_id}"
-        if call.push
-        else f"pull of cache {call.far_cache_id} from cluster {call.cluster_id}"
-    )
-
-    def transfer_of(layers: int, attended: bool) -> Transfer:
-        if ready is None:
-            return Transfer(_new(running, deadline, attended), what, call.timeout_ms)
-        new_handle = partial(_new, running, deadline, False)
-        return LayeredPush(new_handle, layers, what, call.timeout_ms, ready)
-
     link = running.links.lookup(call.cluster_id)
     far = link.remote.get(call.far_cache_id) if link is not None and link.up else None
     if link is not None and far is not None and not far.native.retired:
         plan, get = _decide(running.path, call, link, far, near)
-        layers = layers_planned(plan)
-        if ready is not None:
-            ready.check(layers)
-        transfer = transfer_of(layers, attended)
+        if ready is None:
+            transfer = Transfer(_new(running, deadline, attended), call)
+        else:
+            ready.check(layers_planned(plan))
+            transfer = _layered(running, deadline, layers_planned(plan), call, ready)
         return transfer, partial(_submit, transfer, call, plan, get, link, far, near, attended)
-    transfer = transfer_of(layers_of(call, near), False)
+    if ready is None:
+        transfer = Transfer(_new(running, deadline, False), call)
+    else:
+        transfer = _layered(running, deadline, layers_of(call, near), call, ready)
 
     def start() -> None:
         if not running.links.post(_start_later, running, transfer, call, near, deadline):
             raise LlmError("the engine was finalized")
 
     return transfer, start
+
+
+def _layered(
+    running: Running, deadline: int, layers: int, call: geometry.Call, ready: Ready
+) -> LayeredPush:
+    return LayeredPush(partial(_new, running, deadline, False), layers, call, ready)
 
 
 def _new(running: Running, deadline: int, attended: bool) -> TransferHandle:

@@ -12,6 +12,7 @@ from ucxkv.types import TransferReport
 
 if TYPE_CHECKING:
     from ucxkv.catalogue import LocalEntry, RemoteEntry
+    from ucxkv.geometry import Call
     from ucxkv.handle import TransferHandle
     from ucxkv.links import Link
 
@@ -26,10 +27,9 @@ class Transfer:
     local memory is written on its behalf.
     """
 
-    def __init__(self, handle: TransferHandle, what: str, timeout_ms: float) -> None:
+    def __init__(self, handle: TransferHandle, call: Call) -> None:
         self._handle = handle
-        self._what = what
-        self._timeout_ms = timeout_ms
+        self._call = call
         self._link: Link | None = None
         # Not the exception itself: its traceback would keep its callers' variables alive.
         self._failure: tuple[Status, str] | None = None
@@ -37,6 +37,13 @@ class Transfer:
     def __repr__(self) -> str:
         state = "done" if self.done() else f"{self.bytes_done} bytes done"
         return f"<Transfer: {self._what}, {state}>"
+
+    @property
+    def _what(self) -> str:
+        call = self._call
+        if call.push:
+            return f"push to cache {call.far_cache_id} of cluster {call.cluster_id}"
+        return f"pull of cache {call.far_cache_id} from cluster {call.cluster_id}"
 
     # -- the engine's side ------------------------------------------------------------------------
 
@@ -180,7 +187,7 @@ class Transfer:
             if status not in (Status.KV_CACHE_NOT_EXIST,) and link.native.error:
                 cause = f"{cause}; data plane: {link.native.error}".lstrip("; ")
         if status is Status.TIMEOUT:
-            waited = f"not complete after {self._timeout_ms:g} ms"
+            waited = f"not complete after {self._call.timeout_ms:g} ms"
             if handle.total:
                 waited += f", {handle.bytes_done} of {handle.total} bytes had landed"
             elif not cause:

@@ -97,6 +97,9 @@ class CacheIndex:
     batch_index: int = 0
 
 
+ALL_LAYERS = (-1, -1)
+
+
 @dataclass(frozen=True)
 class KvCacheExtParam:
     """Which layers take part: inclusive ranges of layer numbers, (-1, -1) for all.
@@ -104,8 +107,8 @@ class KvCacheExtParam:
     A layer is `tensor_num_per_layer` consecutive tensors (2: one of keys, one of values).
     """
 
-    src_layer_range: tuple[int, int] = (-1, -1)
-    dst_layer_range: tuple[int, int] = (-1, -1)
+    src_layer_range: tuple[int, int] = ALL_LAYERS
+    dst_layer_range: tuple[int, int] = ALL_LAYERS
     tensor_num_per_layer: int = 2
 
 

@@ -160,6 +160,7 @@ cdef struct Transfer:
     uint32_t copying            # threads inside a copy for it
     uint32_t drivers            # callers that wait for it and copy meanwhile
     uint64_t offer              # of a pull that answers a peer's offer: the peer's number for it
+    uint64_t blocks_held        # of such a pull: its part of Link.blocks_held
     Path taken                  # of a push: the path on which the peer pulled it
     bint withheld               # a push that is not to be offered yet
     bint stale                  # of a push: not to be offered again, its destination was quiesced
@@ -229,6 +230,7 @@ cdef struct Offer:
 cdef struct Incoming:
     Incoming* next
     uint64_t number             # the sender's; 0: over
+    uint64_t blocks_held        # its part of Link.blocks_held
     Offer offer
     uint32_t* src_blocks
     uint32_t* dst_blocks
@@ -245,7 +247,7 @@ cdef struct Answer:
 
 cdef struct Quiet:
     # Offers into these blocks are refused until the peer has echoed the barrier.
-    Quiet* next
+    Quiet* next                 # those of one link, by their barriers
     uint64_t barrier
     uint32_t slot
     uint64_t generation
@@ -277,8 +279,7 @@ cdef struct Notice:
 
 cdef struct Hold:
     int refs
-    Hold* prev                  # active ones, in the order in which they expire
-    Hold* next
+    uint32_t place              # in Core.expiring
     CacheMem* mem
     uint32_t slot
     uint64_t word
@@ -326,6 +327,7 @@ cdef struct CacheMem:
     uint32_t pulls              # transfers into it, and copies into or from it
     uint32_t serves             # requests that read it
     uint32_t pushes             # offers of it
+    uint32_t holds              # active ones
 
 
 cdef struct RemoteMem:
@@ -380,7 +382,9 @@ cdef struct Link:
     RemoteMem* remotes
     Transfer* transfers         # circular
     uint32_t n_transfers
-    bint watched                # someone waits for n_transfers or n_serves to become 0
+    Transfer* withheld          # circular: pushes that are not to be offered yet
+    uint32_t n_withheld
+    bint watched                # someone waits for transfers or serves to become none
     uint64_t get_bytes          # in flight
     Serve* serves
     uint32_t n_serves
@@ -391,12 +395,15 @@ cdef struct Link:
     uint32_t cap_cancels
     Incoming* incoming          # offers whose block lists are not complete
     uint32_t n_incoming
+    uint32_t n_answering        # pulls that answer offers
     Answer* answers             # to offers, not sent yet
     uint32_t n_answers
     uint32_t cap_answers
     Quiet* quiets
     uint64_t barriers           # numbers given out
-    bint barrier_due
+    uint64_t barriers_sent      # the last of them over the present endpoint
+    uint64_t echoed             # the last that the peer has answered
+    uint64_t echo_due           # the peer's last that we have to answer, 0: none
     # notices: ours to the peer
     Told* first_told
     Told* last_told
@@ -451,8 +458,7 @@ cdef struct Core:
     ucp_mem_h scratch_memh
     CacheMem** caches           # by word
     Hold** holds                # by word
-    Hold* first_hold
-    Hold* last_hold
+    Hold** expiring             # a heap of the active ones: none expires before its parent
     uint32_t n_holds
     Notice* first_notice
     Notice* last_notice

@@ -202,13 +202,14 @@ cdef Core* core_new() except NULL:
     core.free_words = <uint32_t*>malloc(MAX_WORDS * sizeof(uint32_t))
     core.caches = <CacheMem**>calloc(MAX_WORDS, sizeof(CacheMem*))
     core.holds = <Hold**>calloc(MAX_WORDS, sizeof(Hold*))
+    core.expiring = <Hold**>calloc(MAX_WORDS, sizeof(Hold*))
     core.pack_buffers = <void**>calloc(PACK_BUFFERS, sizeof(void*))
     core.words = map_words(MAX_WORDS)
     core.scratch = map_words(SCRATCH_WORDS)
     if (core.wake_fd < 0 or core.notify_fd < 0 or core.notice_fd < 0 or core.links == NULL
             or core.transfers == NULL or core.free_transfers == NULL or core.free_words == NULL
-            or core.caches == NULL or core.holds == NULL or core.pack_buffers == NULL
-            or core.words == NULL or core.scratch == NULL):
+            or core.caches == NULL or core.holds == NULL or core.expiring == NULL
+            or core.pack_buffers == NULL or core.words == NULL or core.scratch == NULL):
         core_free(core)
         raise MemoryError("no memory or descriptors for the engine's tables")
     for i in range(MAX_TRANSFERS):
@@ -243,6 +244,7 @@ cdef void core_free(Core* core) noexcept nogil:
     free(core.free_words)
     free(core.caches)
     free(core.holds)
+    free(core.expiring)
     free(core.pack_buffers)
     if core.wake_fd >= 0:
         close(core.wake_fd)

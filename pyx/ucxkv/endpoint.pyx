@@ -24,7 +24,7 @@ from ucxkv.core cimport (
     Link,
     Plane,
     RemoteMem,
-    Transfer,
+    Totals,
     core_lock,
     core_notify,
     core_timer,
@@ -34,7 +34,7 @@ from ucxkv.core cimport (
 )
 from ucxkv.lanes cimport MAX_LANES, lanes_query, ucp_transport_entry_t
 from ucxkv.pthread cimport now_ns
-from ucxkv.transfer cimport totals_dict, transfer_end
+from ucxkv.transfer cimport totals_dict, transfer_end_all
 from ucxkv.ucp cimport (
     UCP_EP_CLOSE_FLAG_FORCE,
     UCP_EP_PARAM_FIELD_ERR_HANDLER,
@@ -332,7 +332,7 @@ cdef class NativeLink:
         cdef const char* c_reason = text
         with nogil:
             core_lock(self.core)
-            end_pulls(self.link, status, c_reason)
+            transfer_end_all(self.link, status, c_reason)
             core_wake(self.core)
             core_unlock(self.core)
 
@@ -391,9 +391,10 @@ cdef class NativeLink:
     @property
     def pulls(self):
         """Transfers of ours that run over this link."""
-        if self.link.n_transfers:
+        cdef uint32_t count = self.link.n_transfers + self.link.n_withheld
+        if count:
             self.link.watched = True
-        return self.link.n_transfers
+        return count
 
     @property
     def serving(self):
@@ -412,7 +413,12 @@ cdef class NativeLink:
 
         Besides, its bytes read without UCX, endpoint repairs and dropped messages.
         """
-        cdef dict counted = totals_dict(&self.link.totals)
+        cdef Totals totals
+        with nogil:
+            core_lock(self.core)
+            totals = self.link.totals
+            core_unlock(self.core)
+        cdef dict counted = totals_dict(&totals)
         counted["bytes_direct"] = self.link.bytes_direct
         counted["repairs"] = self.link.repairs
         counted["dropped"] = self.link.dropped
@@ -438,15 +444,3 @@ cdef class NativeLink:
             f"{entries[i].transport_name.decode()}/{entries[i].device_name.decode()}"
             for i in range(count)
         ]
-
-
-cdef void end_pulls(Link* link, uint32_t status, const char* reason) noexcept nogil:
-    cdef Transfer* t
-    cdef Transfer* next_one
-    cdef uint32_t left = link.n_transfers
-    t = link.transfers
-    while left > 0:
-        left -= 1
-        next_one = t.link_next
-        transfer_end(t, status, UCS_OK, reason)
-        t = next_one

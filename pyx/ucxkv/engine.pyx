@@ -4,6 +4,7 @@ cimport cython
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memset
+from libc.errno cimport errno
 from posix.unistd cimport close, getpid
 
 from ucxkv.context cimport check, worker_close, worker_open
@@ -21,6 +22,7 @@ from ucxkv.core cimport (
     WORD_PROOF,
     Core,
     Link,
+    Totals,
     Transfer,
     Worker,
     core_free,
@@ -45,6 +47,7 @@ from ucxkv.pthread cimport (
     timespec,
 )
 from ucxkv.push cimport push_install
+from ucxkv.quiesce cimport quiesce_install
 from ucxkv.service cimport prune_remotes, service_main
 from ucxkv.stream cimport stream_install
 from ucxkv.transfer cimport totals_dict, transfer_end, transfer_new
@@ -81,6 +84,11 @@ cdef extern from *:
     int pthread_timedjoin_np(pthread_t, void**, const struct timespec*);
     """
     int pthread_timedjoin_np(pthread_t thread, void** result, const timespec* until) nogil
+
+
+cdef extern from "<fcntl.h>" nogil:
+    int fcntl(int fd, int command, ...)
+    int F_DUPFD_CLOEXEC
 
 
 cdef extern from "<time.h>" nogil:
@@ -292,6 +300,7 @@ cdef class NativeEngine:
             check(message_install(self.core, w.worker), "install message handlers")
             check(stream_install(self.core, w.worker), "install message handlers")
             check(push_install(self.core, w.worker), "install message handlers")
+            check(quiesce_install(self.core, w.worker), "install message handlers")
             check(notice_install(self.core, w.worker), "install message handlers")
             address = worker_address(&w)
         except BaseException:
@@ -356,10 +365,24 @@ cdef class NativeEngine:
         """The oldest notice of a peer as (cluster id, bytes); None if there is none."""
         return None if self._closed else notice_take(self.core)
 
-    @property
-    def notice_fd(self):
-        """An eventfd, readable while there are notices, and when the engine has been closed."""
-        return self.core.notice_fd
+    def dup_notice_fd(self):
+        """A descriptor that is readable while there are notices, or the engine has been closed.
+
+        It is the caller's to close, and is only to be polled.  OSError where there is none left.
+        """
+        cdef int fd = -1
+        cdef bint closed
+        with nogil:
+            core_lock(self.core)
+            closed = self.core.notice_fd < 0
+            if not closed:
+                fd = fcntl(self.core.notice_fd, F_DUPFD_CLOEXEC, 0)
+            core_unlock(self.core)
+        if closed:
+            raise RuntimeError("the engine is closed")
+        if fd < 0:
+            raise OSError(errno, "no descriptor for notices")
+        return fd
 
     @property
     def closed(self):
@@ -369,12 +392,24 @@ cdef class NativeEngine:
     def totals(self):
         """Counters over all ended transfers; latencies in 8 buckets per doubling of ns."""
         cdef Core* core = self.core
-        cdef dict counted = totals_dict(&core.totals)
-        counted["dropped"] = core.dropped
-        counted["holds"] = core.n_holds
-        counted["notices_received"] = core.notices_received
-        counted["notices_queued"] = core.n_queued
-        counted["notices_waiting"] = core.n_notices - core.n_queued
+        cdef Totals totals
+        cdef uint32_t holds, queued, notices
+        cdef uint64_t received, dropped
+        with nogil:
+            core_lock(core)
+            totals = core.totals
+            holds = core.n_holds
+            queued = core.n_queued
+            notices = core.n_notices
+            received = core.notices_received
+            dropped = core.dropped
+            core_unlock(core)
+        cdef dict counted = totals_dict(&totals)
+        counted["dropped"] = dropped
+        counted["holds"] = holds
+        counted["notices_received"] = received
+        counted["notices_queued"] = queued
+        counted["notices_waiting"] = notices - queued
         return counted
 
 

@@ -46,7 +46,7 @@ from ucxkv.pthread cimport (
 )
 from ucxkv.service cimport link_step, run_timers
 from ucxkv.spans cimport Geometry, cursor_seek, geometry_bytes
-from ucxkv.transfer cimport transfer_begin, transfer_end, transfer_unref
+from ucxkv.transfer cimport transfer_begin, transfer_end, transfer_release, transfer_unref
 from ucxkv.ucp cimport UCS_OK, ucp_worker_progress, ucs_status_string
 
 
@@ -205,8 +205,7 @@ cdef class TransferHandle:
         with nogil:
             core_lock(self.core)
             if t.withheld and t.state == RUNNING:
-                t.withheld = False
-                t.link.dirty = True
+                transfer_release(t)
                 link_step(t.link, now_ns())
                 core_wake(self.core)
             core_unlock(self.core)

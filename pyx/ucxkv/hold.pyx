@@ -47,22 +47,38 @@ cdef void hold_unref(Hold* hold) noexcept nogil:
         free(hold)
 
 
+cdef inline void put(Core* core, uint32_t place, Hold* hold) noexcept nogil:
+    core.expiring[place] = hold
+    hold.place = place
+
+
+cdef void settle(Core* core, uint32_t place, Hold* hold) noexcept nogil:
+    """Put `hold` into the heap, at `place` or above or below it, where it belongs."""
+    cdef uint32_t below
+    while place > 0 and core.expiring[(place - 1) // 2].expires > hold.expires:
+        put(core, place, core.expiring[(place - 1) // 2])
+        place = (place - 1) // 2
+    while True:
+        below = 2 * place + 1
+        if (below + 1 < core.n_holds
+                and core.expiring[below + 1].expires < core.expiring[below].expires):
+            below += 1
+        if below >= core.n_holds or core.expiring[below].expires >= hold.expires:
+            break
+        put(core, place, core.expiring[below])
+        place = below
+    put(core, place, hold)
+
+
 cdef void enlist(Core* core, Hold* hold) noexcept nogil:
-    """Into the list at its time: the last, where all are taken for equally long."""
-    cdef Hold* before = core.last_hold
-    while before != NULL and before.expires > hold.expires:
-        before = before.prev
-    hold.prev = before
-    hold.next = core.first_hold if before == NULL else before.next
-    if before == NULL:
-        core.first_hold = hold
-    else:
-        before.next = hold
-    if hold.next == NULL:
-        core.last_hold = hold
-    else:
-        hold.next.prev = hold
     core.n_holds += 1
+    settle(core, core.n_holds - 1, hold)
+
+
+cdef void delist(Core* core, Hold* hold) noexcept nogil:
+    core.n_holds -= 1
+    if hold.place < core.n_holds:
+        settle(core, hold.place, core.expiring[core.n_holds])
 
 
 cdef void hold_end(Core* core, Hold* hold, HoldState state) noexcept nogil:
@@ -71,18 +87,11 @@ cdef void hold_end(Core* core, Hold* hold, HoldState state) noexcept nogil:
     core.words[hold.slot] = random64()
     store_barrier()
     hold.state = state
+    hold.mem.holds -= 1
     core.holds[hold.slot] = NULL
     core.free_words[core.n_free_words] = hold.slot
     core.n_free_words += 1
-    if hold.prev == NULL:
-        core.first_hold = hold.next
-    else:
-        hold.prev.next = hold.next
-    if hold.next == NULL:
-        core.last_hold = hold.prev
-    else:
-        hold.next.prev = hold.prev
-    core.n_holds -= 1
+    delist(core, hold)
     core_idle(core)
     hold_unref(hold)
 
@@ -107,27 +116,24 @@ cdef void hold_noticed(Core* core, uint32_t slot, uint64_t word) noexcept nogil:
 
 cdef void holds_expire(Core* core, uint64_t now) noexcept nogil:
     """End what is over, and have the others looked at in time."""
-    while core.first_hold != NULL and core.first_hold.expires <= now:
-        hold_end(core, core.first_hold, HOLD_EXPIRED)
-    if core.first_hold != NULL:
-        core_timer(core, core.first_hold.expires, False)
+    while core.n_holds > 0 and core.expiring[0].expires <= now:
+        hold_end(core, core.expiring[0], HOLD_EXPIRED)
+    if core.n_holds > 0:
+        core_timer(core, core.expiring[0].expires, False)
 
 
 cdef void holds_unregister(Core* core, const CacheMem* mem) noexcept nogil:
     """End all holds of a cache."""
-    cdef Hold* hold = core.first_hold
-    cdef Hold* following
-    while hold != NULL:
-        following = hold.next
-        if hold.mem == mem:
-            hold_end(core, hold, HOLD_UNREGISTERED)
-        hold = following
+    cdef uint32_t slot
+    for slot in range(OWN_WORDS, MAX_WORDS if mem.holds > 0 else OWN_WORDS):
+        if core.holds[slot] != NULL and core.holds[slot].mem == mem:
+            hold_end(core, core.holds[slot], HOLD_UNREGISTERED)
 
 
 cdef void holds_forget(Core* core) noexcept nogil:
     """End all of them: the engine is closing."""
-    while core.first_hold != NULL:
-        hold_end(core, core.first_hold, HOLD_UNREGISTERED)
+    while core.n_holds > 0:
+        hold_end(core, core.expiring[0], HOLD_UNREGISTERED)
 
 
 cdef NativeHold hold_create(object engine, Core* core, CacheMem* mem, uint64_t expires):
@@ -151,6 +157,7 @@ cdef NativeHold hold_create(object engine, Core* core, CacheMem* mem, uint64_t e
             hold.refs = 2
             core.words[hold.slot] = hold.word
             core.holds[hold.slot] = hold
+            mem.holds += 1
             enlist(core, hold)
             core_timer(core, expires, True)
         core_unlock(core)

@@ -18,16 +18,13 @@ from libc.string cimport memcpy, memset
 from posix.unistd cimport getpid
 
 from ucxkv.core cimport (
-    FENCING,
     MAX_WORDS,
     OWN_WORDS,
     PATH_PUSH,
     ST_CACHE_NOT_EXIST,
-    ST_FAILED,
     CacheMem,
     Core,
     Link,
-    Quiet,
     Region,
     RemoteMem,
     Serve,
@@ -49,7 +46,7 @@ from ucxkv.pthread cimport (
     timespec,
     to_timespec,
 )
-from ucxkv.spans cimport Geometry
+from ucxkv.quiesce cimport quiesce_begin, quiesce_wait
 from ucxkv.transfer cimport remote_unref, transfer_end
 from ucxkv.ucp cimport (
     UCP_MEM_MAP_PARAM_FIELD_ADDRESS,
@@ -328,12 +325,18 @@ cdef class LocalCache:
         """
         cdef bint settled
         cdef bint enough = True
+        cdef uint32_t nothing = 0
+        # An empty list has no first element to point at.
+        cdef const uint32_t* first = &nothing
         cdef uint64_t end = deadline_of(seconds)
+        if blocks is not None and blocks.shape[0] > 0:
+            first = &blocks[0]
         with nogil:
             core_lock(self.core)
-            enough = hush(self.core, self.mem, blocks)
+            enough = quiesce_begin(self.core, self.mem, NULL if blocks is None else first,
+                                   0 if blocks is None else <uint64_t>blocks.shape[0])
             core_wake(self.core)
-            settled = wait_quiet(self.core, self.mem, end)
+            settled = quiesce_wait(self.core, self.mem, end)
             core_unlock(self.core)
         if not enough:
             raise MemoryError("no memory to remember what was quiesced")
@@ -406,102 +409,6 @@ cdef void end_serves(Core* core, CacheMem* mem) noexcept nogil:
                 link.dirty = True
             serve = serve.next
         link = link.next
-
-
-cdef bint meets(const Geometry* g, const uint32_t[::1] blocks) noexcept nogil:
-    """Whether a destination has one of the blocks, which ascend."""
-    cdef uint64_t i
-    cdef Py_ssize_t low, high, middle
-    cdef uint32_t block
-    if blocks is None:
-        return True
-    for i in range(g.n_blocks):
-        block = g.blocks[i] if g.blocks != NULL else <uint32_t>g.block
-        low = 0
-        high = blocks.shape[0]
-        while low < high:
-            middle = (low + high) // 2
-            if blocks[middle] < block:
-                low = middle + 1
-            else:
-                high = middle
-        if low < blocks.shape[0] and blocks[low] == block:
-            return True
-    return False
-
-
-cdef bint hush(Core* core, CacheMem* mem, const uint32_t[::1] blocks) noexcept nogil:
-    """Fence answers to offers, and have older offers refused on every link."""
-    cdef Transfer* t = core.first_transfer
-    cdef Transfer* following
-    cdef Link* link = core.first_link
-    cdef Quiet* quiet
-    while t != NULL:
-        following = t.next
-        if t.offer and t.near == mem and meets(&t.dst_geo, blocks):
-            transfer_end(t, ST_FAILED, UCS_OK, b"the destination was quiesced")
-        t = following
-    while link != NULL:
-        if link.connected and not link.closing:
-            quiet = <Quiet*>calloc(1, sizeof(Quiet))
-            if quiet == NULL:
-                return False
-            if blocks is not None:
-                quiet.n_blocks = blocks.shape[0]
-                quiet.blocks = <uint32_t*>malloc(quiet.n_blocks * sizeof(uint32_t) + 1)
-                if quiet.blocks == NULL:
-                    free(quiet)
-                    return False
-                if quiet.n_blocks:
-                    memcpy(quiet.blocks, &blocks[0], quiet.n_blocks * sizeof(uint32_t))
-            link.barriers += 1
-            quiet.barrier = link.barriers
-            quiet.slot = mem.slot
-            quiet.generation = mem.generation
-            quiet.next = link.quiets
-            link.quiets = quiet
-            link.barrier_due = True
-            link.dirty = True
-        link = link.next
-    return True
-
-
-cdef bint wait_quiet(Core* core, CacheMem* mem, uint64_t end) noexcept nogil:
-    cdef timespec until
-    cdef uint64_t now
-    cdef bint fenced
-    while True:
-        fenced = fences_over(core, mem)
-        if fenced and barriers_over(core, mem):
-            return True
-        now = now_ns()
-        # The fences are what the caller needs, and they take milliseconds.
-        if now >= end and (fenced or now >= end + FENCE_MAX_NS):
-            return False
-        until = to_timespec(end if now < end else now + 1000000)
-        core_wait(core, &until)
-
-
-cdef bint fences_over(Core* core, CacheMem* mem) noexcept nogil:
-    cdef Transfer* t = core.first_transfer
-    while t != NULL:
-        if t.offer and t.near == mem and t.state == FENCING:
-            return False
-        t = t.next
-    return True
-
-
-cdef bint barriers_over(Core* core, CacheMem* mem) noexcept nogil:
-    cdef Link* link = core.first_link
-    cdef Quiet* quiet
-    while link != NULL:
-        quiet = link.quiets
-        while quiet != NULL:
-            if quiet.slot == mem.slot and quiet.generation == mem.generation:
-                return False
-            quiet = quiet.next
-        link = link.next
-    return True
 
 
 @cython.no_gc

@@ -4,10 +4,7 @@ The sender's OFFER names memory of both sides.  The receiver's service thread ch
 own catalogue, pulls with the machinery of every other pull, and sends an ANSWER, which ends the
 sender's transfer.  So no process's memory is ever written by another.
 
-A receiver that wants a destination back *quiesces* it: pulls into it that answer offers are fenced,
-and offers are refused until each peer has echoed a BARRIER, so that what was sent before is refused
-however late it comes.  A sender that sees the barrier does not offer again what it may have offered
-before.
+How a receiver takes a destination back is told in ``quiesce``.
 
 All functions want the engine's lock to be held.
 """
@@ -23,7 +20,6 @@ from ucxkv.core cimport (
     PATH_GET,
     PATH_PUSH,
     PATH_STREAM,
-    REQUEST_BLOCKS,
     RUNNING,
     ST_CACHE_NOT_EXIST,
     ST_FAILED,
@@ -38,22 +34,18 @@ from ucxkv.core cimport (
     Incoming,
     Link,
     Offer,
-    Quiet,
     RemoteMem,
     SendOp,
     Transfer,
     cache_shown,
-    core_idle,
     core_timer,
-    send_free,
     send_new,
 )
 from ucxkv.message cimport (
     AM_ANSWER,
-    AM_BARRIER,
-    AM_ECHO,
     AM_OFFER,
     AM_OFFER_BLOCKS,
+    MAX_OUTSTANDING,
     Handler,
     Head,
     message_handlers,
@@ -61,9 +53,14 @@ from ucxkv.message cimport (
     message_link,
     message_send,
     message_send_blocks,
-    message_send_head,
 )
 from ucxkv.pthread cimport now_ns
+from ucxkv.quiesce cimport (
+    quiesce_link_closed,
+    quiesce_plane_closed,
+    quiesce_pump,
+    quiesced,
+)
 from ucxkv.spans cimport Geometry, cursor_seek, geometry_bytes
 from ucxkv.stream cimport MAX_BLOCKS
 from ucxkv.transfer cimport (
@@ -85,11 +82,6 @@ cdef enum:
     DST_LIST = 2
 
 
-cdef enum Reach:
-    WHOLE_CACHE = 0
-    LISTED_BLOCKS = 1           # the message's payload
-
-
 cdef struct OfferMessage:
     Head head
     Offer offer
@@ -103,12 +95,6 @@ cdef struct BlocksMessage:
 cdef struct AnswerMessage:
     Head head
     Answer answer
-
-
-cdef struct BarrierMessage:
-    Head head                   # its transfer is the barrier's number, its status a Reach
-    uint64_t generation
-    uint32_t slot
 
 
 # --- sender --------------------------------------------------------------------------------------
@@ -175,7 +161,7 @@ cdef void pump_offers(Link* link) noexcept nogil:
     cdef uint64_t now = 0
     while left > 0 and offered < MAX_SERVES // 2 and not link.am.failed:
         left -= 1
-        if t.path == PATH_PUSH and t.state == RUNNING and not t.withheld:
+        if t.path == PATH_PUSH and t.state == RUNNING:
             offered += 1
             if not t.requested:
                 now = now or now_ns()
@@ -220,75 +206,7 @@ cdef ucs_status_t on_answer(void* arg, const void* header, size_t header_length,
     return UCS_OK
 
 
-cdef ucs_status_t on_barrier(void* arg, const void* header, size_t header_length, void* data,
-                             size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const BarrierMessage* message = <const BarrierMessage*>header
-    cdef Link* link = message_link(<Core*>arg, &message.head, header_length,
-                                   sizeof(BarrierMessage), param)
-    cdef Transfer* t
-    cdef Transfer* following
-    cdef uint32_t left
-    cdef Quiet quiet
-    if link == NULL:
-        return UCS_OK
-    quiet.blocks = <uint32_t*>data if message.head.status == LISTED_BLOCKS else NULL
-    quiet.n_blocks = length // sizeof(uint32_t)
-    t = link.transfers
-    left = link.n_transfers
-    while left > 0:
-        left -= 1
-        following = t.link_next
-        if (t.path == PATH_PUSH and t.far.slot == message.slot
-                and t.far.generation == message.generation
-                and touches(&quiet, t.dst_geo.blocks, t.dst_geo.n_blocks, t.dst_geo.block)):
-            t.stale = True
-            if t.withheld:
-                transfer_end(t, ST_FAILED, UCS_OK, b"the receiver quiesced its destination")
-        t = following
-    # If it cannot be sent, the peer sends its barrier again over its next endpoint.
-    if link.am.state == OPEN and not link.am.failed:
-        message_send_head(link, AM_ECHO, message.head.transfer, 0)
-    return UCS_OK
-
-
 # --- receiver ------------------------------------------------------------------------------------
-
-cdef bint listed(const Quiet* quiet, uint64_t block) noexcept nogil:
-    cdef uint64_t low = 0, high = quiet.n_blocks, middle
-    while low < high:
-        middle = (low + high) // 2
-        if quiet.blocks[middle] < block:
-            low = middle + 1
-        else:
-            high = middle
-    return low < quiet.n_blocks and quiet.blocks[low] == block
-
-
-cdef bint touches(const Quiet* quiet, const uint32_t* blocks, uint64_t n_blocks,
-                  uint64_t block) noexcept nogil:
-    """Whether a destination given by a list, or by a single block, meets what is quiesced."""
-    cdef uint64_t i
-    if quiet.blocks == NULL:
-        return True
-    if blocks == NULL:
-        return listed(quiet, block)
-    for i in range(n_blocks):
-        if listed(quiet, blocks[i]):
-            return True
-    return False
-
-
-cdef bint refused(Link* link, const Incoming* incoming) noexcept nogil:
-    cdef Quiet* quiet = link.quiets
-    while quiet != NULL:
-        if (quiet.slot == incoming.offer.dst_slot
-                and quiet.generation == incoming.offer.dst_generation
-                and touches(quiet, incoming.dst_blocks, incoming.dst_known,
-                            incoming.offer.dst_block)):
-            return True
-        quiet = quiet.next
-    return False
-
 
 cdef uint32_t check_offer(Link* link, const Offer* offer, CacheMem** mem) noexcept nogil:
     """Whether an offer may be taken: everything in it comes from another process."""
@@ -348,7 +266,8 @@ cdef uint32_t take_offer(Link* link, Incoming* incoming) noexcept nogil:
     cdef uint32_t status = check_offer(link, offer, &mem)
     if status != ST_SUCCESS:
         return status
-    if refused(link, incoming):
+    if quiesced(link, offer.dst_slot, offer.dst_generation, incoming.dst_blocks,
+                incoming.dst_known, offer.dst_block):
         return ST_FAILED
     if incoming.dst_blocks != NULL:
         for i in range(offer.n_blocks):
@@ -368,6 +287,8 @@ cdef uint32_t take_offer(Link* link, Incoming* incoming) noexcept nogil:
         return ST_OUT_OF_MEMORY
     core_timer(core, deadline, True)
     t.offer = incoming.number
+    t.blocks_held = incoming.blocks_held
+    incoming.blocks_held = 0
     t.far = remote
     t.near = mem
     t.word_slot = remote.slot
@@ -433,10 +354,7 @@ cdef void drop_incoming(Link* link, Incoming** place) noexcept nogil:
     cdef Incoming* incoming = place[0]
     place[0] = incoming.next
     link.n_incoming -= 1
-    if incoming.offer.src_has_blocks:
-        link.blocks_held -= incoming.offer.n_blocks
-    if incoming.offer.dst_has_blocks:
-        link.blocks_held -= incoming.offer.n_blocks
+    link.blocks_held -= incoming.blocks_held
     free(incoming.src_blocks)
     free(incoming.dst_blocks)
     free(incoming)
@@ -469,7 +387,10 @@ cdef ucs_status_t on_offer(void* arg, const void* header, size_t header_length, 
     cdef CacheMem* mem = NULL
     cdef uint32_t status
     cdef uint64_t lists = 0
-    if link == NULL or link.n_incoming >= MAX_SERVES or message.head.transfer == 0:
+    # A peer that offers more than any does, or does not read its answers, gets none.
+    if (link == NULL or message.head.transfer == 0
+            or link.n_incoming + link.n_answering + link.n_answers >= MAX_SERVES
+            or link.am.outstanding > MAX_OUTSTANDING):
         return UCS_OK
     status = check_offer(link, &message.offer, &mem)
     if status == ST_SUCCESS:
@@ -484,6 +405,7 @@ cdef ucs_status_t on_offer(void* arg, const void* header, size_t header_length, 
         return UCS_OK
     incoming.number = message.head.transfer
     incoming.offer = message.offer
+    incoming.blocks_held = lists
     link.blocks_held += lists
     if message.offer.src_has_blocks:
         incoming.src_blocks = <uint32_t*>malloc(message.offer.n_blocks * sizeof(uint32_t))
@@ -536,66 +458,11 @@ cdef ucs_status_t on_offer_blocks(void* arg, const void* header, size_t header_l
     return UCS_OK
 
 
-cdef ucs_status_t on_echo(void* arg, const void* header, size_t header_length, void* data,
-                          size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const Head* head = <const Head*>header
-    cdef Link* link = message_link(<Core*>arg, head, header_length, sizeof(Head), param)
-    cdef Quiet** place
-    cdef Quiet* quiet
-    if link == NULL:
-        return UCS_OK
-    # Offers that came before the echo are dealt with before it is.
-    pump_incoming(link)
-    place = &link.quiets
-    while place[0] != NULL:
-        quiet = place[0]
-        if quiet.barrier == head.transfer:
-            place[0] = quiet.next
-            free(quiet.blocks)
-            free(quiet)
-            core_idle(link.core)
-        else:
-            place = &quiet.next
-    return UCS_OK
-
-
-cdef void pump_barriers(Link* link) noexcept nogil:
-    cdef Quiet* quiet = link.quiets
-    cdef SendOp* op
-    cdef BarrierMessage* message
-    cdef uint64_t length
-    if not link.barrier_due:
-        return
-    link.barrier_due = False
-    while quiet != NULL:
-        op = send_new(link.core)
-        if op == NULL:
-            link.barrier_due = True
-            return
-        message = <BarrierMessage*>op.header
-        message_head(&message.head, link, quiet.barrier)
-        message.slot = quiet.slot
-        message.generation = quiet.generation
-        op.header_length = sizeof(BarrierMessage)
-        length = 0
-        # A list too long for one message costs pushes into other blocks, which fail for nothing.
-        if quiet.blocks != NULL and 0 < quiet.n_blocks <= REQUEST_BLOCKS:
-            length = quiet.n_blocks * sizeof(uint32_t)
-            op.payload = malloc(length)
-            if op.payload == NULL:
-                send_free(link.core, op)
-                link.barrier_due = True
-                return
-            memcpy(op.payload, quiet.blocks, length)
-            message.head.status = LISTED_BLOCKS
-        message_send(link, AM_BARRIER, op, op.payload, length)
-        quiet = quiet.next
-
-
 cdef void pump_answers(Link* link) noexcept nogil:
     cdef SendOp* op
     cdef AnswerMessage* message
-    while link.n_answers > 0 and not link.am.failed:
+    while (link.n_answers > 0 and not link.am.failed
+           and link.am.outstanding <= MAX_OUTSTANDING):
         op = send_new(link.core)
         if op == NULL:
             return
@@ -614,38 +481,30 @@ cdef void push_pump(Link* link) noexcept nogil:
     if link.am.state != OPEN or link.am.failed:
         return
     pump_incoming(link)
-    pump_barriers(link)
+    quiesce_pump(link)
     pump_answers(link)
     pump_offers(link)
 
 
 cdef void push_plane_closed(Link* link) noexcept nogil:
-    """Offers are made again by their senders, barriers by us."""
+    """Offers are made again by their senders."""
     cdef Incoming* incoming = link.incoming
     while incoming != NULL:
         incoming.number = 0
         incoming = incoming.next
     link.n_answers = 0
-    link.barrier_due = link.quiets != NULL
+    quiesce_plane_closed(link)
 
 
 cdef void push_link_closed(Link* link) noexcept nogil:
-    cdef Quiet* quiet
     while link.incoming != NULL:
         drop_incoming(link, &link.incoming)
-    while link.quiets != NULL:
-        quiet = link.quiets
-        link.quiets = quiet.next
-        free(quiet.blocks)
-        free(quiet)
-    core_idle(link.core)
+    quiesce_link_closed(link)
 
 
 cdef ucs_status_t push_install(Core* core, ucp_worker_h worker) noexcept nogil:
-    cdef Handler[5] handlers
+    cdef Handler[3] handlers
     handlers[0] = Handler(AM_OFFER, on_offer)
     handlers[1] = Handler(AM_OFFER_BLOCKS, on_offer_blocks)
     handlers[2] = Handler(AM_ANSWER, on_answer)
-    handlers[3] = Handler(AM_BARRIER, on_barrier)
-    handlers[4] = Handler(AM_ECHO, on_echo)
-    return message_handlers(core, worker, handlers, 5)
+    return message_handlers(core, worker, handlers, 3)

@@ -33,7 +33,7 @@ from ucxkv.notice cimport notice_link_closed, notice_plane_closed, notice_pump
 from ucxkv.pthread cimport now_ns, timespec, to_timespec
 from ucxkv.push cimport push_link_closed, push_plane_closed, push_pump
 from ucxkv.stream cimport stream_drop_serves, stream_plane_closed, stream_pump
-from ucxkv.transfer cimport remote_unref, transfer_end
+from ucxkv.transfer cimport remote_unref, transfer_end, transfer_end_all
 from ucxkv.ucp cimport (
     UCS_OK,
     ucp_rkey_destroy,
@@ -79,29 +79,18 @@ cdef void prune_remotes(Link* link) noexcept nogil:
             place = &remote.next
 
 
-cdef void end_all(Link* link) noexcept nogil:
-    cdef Transfer* t = link.transfers
-    cdef Transfer* following
-    cdef unsigned int left = link.n_transfers
-    while left > 0:
-        left -= 1
-        following = t.link_next
-        transfer_end(t, ST_FAILED, UCS_OK, b"the link was closed")
-        t = following
-
-
 cdef void close_step(Link* link, uint64_t now) noexcept nogil:
     """Take a closing link apart.
 
     It counts as closed when nothing can be written or read for it any more; messages that the peer
     does not take may linger in buffers of our own until it does, or is gone.
     """
-    end_all(link)
+    transfer_end_all(link, ST_FAILED, b"the link was closed")
     link.am.wanted = False
     link.rma.wanted = False
     plane_fail(link, &link.am, UCS_OK)
     plane_fail(link, &link.rma, UCS_OK)
-    if link.closed or link.rma.state != CLOSED or link.n_transfers > 0:
+    if link.closed or link.rma.state != CLOSED or link.n_transfers + link.n_withheld > 0:
         return
     stream_drop_serves(link)
     push_link_closed(link)

@@ -12,6 +12,8 @@ cdef dict totals_dict(const Totals* totals)
 cdef void transfer_unref(Transfer* t) noexcept nogil
 cdef void transfer_begin(Transfer* t, Link* link) noexcept nogil
 cdef void transfer_collect(Transfer* t) noexcept nogil
+cdef void transfer_release(Transfer* t) noexcept nogil
+cdef void transfer_end_all(Link* link, uint32_t status, const char* reason) noexcept nogil
 cdef void transfer_advance(Transfer* t, uint64_t good) noexcept nogil
 cdef void transfer_word_gone(Transfer* t) noexcept nogil
 cdef void transfer_end(Transfer* t, uint32_t status, ucs_status_t ucs,

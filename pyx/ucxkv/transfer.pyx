@@ -150,6 +150,63 @@ cdef Transfer* transfer_find(Core* core, Link* link, uint64_t number) noexcept n
     return t
 
 
+cdef void join_ring(Transfer* t) noexcept nogil:
+    """Put it on its link, withheld pushes apart: what looks for work has nothing to do with them.
+    """
+    cdef Transfer** ring = &t.link.withheld if t.withheld else &t.link.transfers
+    if t.withheld:
+        t.link.n_withheld += 1
+    else:
+        t.link.n_transfers += 1
+    if ring[0] == NULL:
+        t.link_prev = t
+        t.link_next = t
+        ring[0] = t
+    else:
+        t.link_next = ring[0]
+        t.link_prev = ring[0].link_prev
+        t.link_prev.link_next = t
+        t.link_next.link_prev = t
+
+
+cdef void leave_ring(Transfer* t) noexcept nogil:
+    cdef Transfer** ring = &t.link.withheld if t.withheld else &t.link.transfers
+    if t.withheld:
+        t.link.n_withheld -= 1
+    else:
+        t.link.n_transfers -= 1
+    if t.link_next == t:
+        ring[0] = NULL
+    else:
+        t.link_prev.link_next = t.link_next
+        t.link_next.link_prev = t.link_prev
+        if ring[0] == t:
+            ring[0] = t.link_next
+
+
+cdef void transfer_release(Transfer* t) noexcept nogil:
+    """Offer a push that was withheld."""
+    leave_ring(t)
+    t.withheld = False
+    join_ring(t)
+    t.link.dirty = True
+
+
+cdef void transfer_end_all(Link* link, uint32_t status, const char* reason) noexcept nogil:
+    """End all transfers of a link."""
+    end_ring(link.transfers, link.n_transfers, status, reason)
+    end_ring(link.withheld, link.n_withheld, status, reason)
+
+
+cdef void end_ring(Transfer* t, uint32_t left, uint32_t status, const char* reason) noexcept nogil:
+    cdef Transfer* following
+    while left > 0:
+        left -= 1
+        following = t.link_next
+        transfer_end(t, status, UCS_OK, reason)
+        t = following
+
+
 cdef void transfer_begin(Transfer* t, Link* link) noexcept nogil:
     """Put `t`, whose memory and geometry are set, on its link."""
     t.link = link
@@ -160,16 +217,9 @@ cdef void transfer_begin(Transfer* t, Link* link) noexcept nogil:
         t.near.pulls += 1
     t.far.refs += 1
     t.far.active += 1
-    link.n_transfers += 1
-    if link.transfers == NULL:
-        t.link_prev = t
-        t.link_next = t
-        link.transfers = t
-    else:
-        t.link_next = link.transfers
-        t.link_prev = link.transfers.link_prev
-        t.link_prev.link_next = t
-        t.link_next.link_prev = t
+    join_ring(t)
+    if t.offer:
+        link.n_answering += 1
     t.direct = link.cma_pid if t.path == PATH_GET else 0
     t.core.n_direct += t.direct != 0
     link.dirty = True
@@ -370,17 +420,10 @@ cdef void count_end(const Transfer* t, Totals* totals) noexcept nogil:
 
 cdef void leave_link(Transfer* t) noexcept nogil:
     cdef Link* link = t.link
-    if t.link_next == t:
-        link.transfers = NULL
-    else:
-        t.link_prev.link_next = t.link_next
-        t.link_next.link_prev = t.link_prev
-        if link.transfers == t:
-            link.transfers = t.link_next
-    link.n_transfers -= 1
+    leave_ring(t)
     t.core.n_direct -= t.direct != 0
     link.dirty = True
-    if link.watched and link.n_transfers == 0:
+    if link.watched and link.n_transfers + link.n_withheld == 0:
         core_notify(t.core)
     if t.noticing:
         leave_notice(t)
@@ -393,6 +436,8 @@ cdef void leave_link(Transfer* t) noexcept nogil:
     if t.near.retiring or t.offer:
         core_idle(t.core)
     if t.offer:
+        link.n_answering -= 1
+        link.blocks_held -= t.blocks_held
         answer_later(link, t.offer, t.status, t.path, t.spans)
 
 

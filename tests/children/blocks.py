@@ -223,12 +223,17 @@ def pull_alternate(
         )
     )
     outcome.extra["memory"] = extra_memory(ctx)
-    # A pull of layers that there are not takes as long, but for the bytes.
+    # A pull of layers that there are not takes as long, but for the bytes; the quickest of three is
+    # the one that was not kept from its core.
     nothing = ucxkv.KvCacheExtParam((5, 5), (5, 5))
-    refused = actions.attempt(
-        lambda: ctx.engine.pull_kv_blocks(index, ctx.caches[name], sources, targets, nothing)
-    )
-    outcome.extra["planning"] = refused.seconds if refused.kind == "ParamInvalid" else None
+    refused = [
+        actions.attempt(
+            lambda: ctx.engine.pull_kv_blocks(index, ctx.caches[name], sources, targets, nothing)
+        )
+        for _ in range(3)
+    ]
+    assert {one.kind for one in refused} == {"ParamInvalid"}, refused
+    outcome.extra["planning"] = min(one.seconds for one in refused)
     blocks = block_bytes(ctx, name)[0]
     whole = model.pattern(actions.tensor_seed(seed, 0), 0, blocks.size).reshape(desc.shape)
     outcome.extra["wrong"] = int((blocks[1::2] != whole[0::2]).sum())

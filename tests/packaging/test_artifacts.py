@@ -39,6 +39,8 @@ PARTS = (
     "tests/*.supp",
     "perf/*.py",
     "perf/*.md",
+    "perf/*.c",
+    "perf/*.pyx",
     "docs/*.md",
 )
 SMALL_DEMO = ("--layers=2", "--dim=64", "--heads=2", "--kv-heads=1", "--ffn=64", "--tokens=3")

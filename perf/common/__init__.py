@@ -1,0 +1,1 @@
+"""What the scripts of perf/ share; one job per module."""
