@@ -25,6 +25,7 @@ from ucxkv.holds import Hold  # noqa: E402
 from ucxkv.layered import LayeredPush  # noqa: E402
 from ucxkv.notices import Notice, Notices  # noqa: E402
 from ucxkv.options import Options  # noqa: E402
+from ucxkv.tls import Tls  # noqa: E402
 from ucxkv.transfers import Transfer  # noqa: E402
 from ucxkv.types import (  # noqa: E402
     Cache,
@@ -74,6 +75,7 @@ __all__ = [
     "Options",
     "ParamInvalid",
     "Status",
+    "Tls",
     "Transfer",
     "TransferReport",
     "TransferStats",

@@ -24,7 +24,7 @@ MAX_CACHES = 65536
 
 @dataclass
 class LocalEntry:
-    """A cache of ours.  Peers know it unless `access` is empty."""
+    """A cache of ours.  The clusters in `peers` (None: all) know it unless `access` is empty."""
 
     cache_id: int
     desc: CacheDesc
@@ -32,7 +32,12 @@ class LocalEntry:
     native: LocalCache
     blocks: int
     block_bytes: int
+    peers: frozenset[int] | None = None
     message: bytes = field(default=b"", repr=False)  # the encoded wire.CacheEntry
+
+    def shown_to(self, cluster_id: int) -> bool:
+        """Whether the cluster may know of it."""
+        return bool(self.access) and (self.peers is None or cluster_id in self.peers)
 
 
 @dataclass(frozen=True)

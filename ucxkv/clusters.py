@@ -38,6 +38,13 @@ def cluster_number(value: Any) -> int:
     return number
 
 
+def cluster_numbers(values: Any) -> frozenset[int]:
+    """A collection of cluster ids; TypeError or ParamInvalid."""
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+        raise TypeError("peers must be a collection of cluster ids")
+    return frozenset(cluster_number(value) for value in values)
+
+
 def _addresses(infos: Any, name: str) -> tuple[IpInfo, ...]:
     if isinstance(infos, IpInfo) or not hasattr(infos, "__iter__"):
         raise TypeError(f"{name} must be a sequence of IpInfo")

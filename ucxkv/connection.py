@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
+import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from ucxkv import auth, wire
-from ucxkv.control import ControlThread, Warnings
+from ucxkv import auth, tls, wire
+from ucxkv.control import ControlThread, Warnings, wake
 from ucxkv.netif import endpoint, parse
+from ucxkv.tls import Certificates
+
+logger = logging.getLogger("ucxkv.control")
 
 HANDSHAKE_SECONDS = 5.0
 MAX_STRANGERS = 64
@@ -26,6 +31,8 @@ _MAX_OUTBOX = 200_000
 # A full queue costs friends a second each, and the loop takes only so many from it at a time.
 _BACKLOG = 4096
 _ACCEPT_AT_ONCE = 32
+# Where there are no descriptors left for them.
+_ACCEPT_PAUSE = 1.0
 
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
 _USER_TIMEOUT_MS = 10_000
@@ -50,6 +57,8 @@ def reason(error: BaseException) -> str:
         return "closed by the peer"
     if isinstance(error, socket.gaierror):
         return error.strerror or "the name cannot be resolved"
+    if isinstance(error, ssl.SSLError):
+        return tls.explain(error)
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
     return str(error) or type(error).__name__
@@ -82,6 +91,10 @@ class Connection:
         self.local_host = str(parse(writer.get_extra_info("sockname")[0]))
         host, port = writer.get_extra_info("peername")[:2]
         self.peer = endpoint(str(parse(host)), port)
+        secured = writer.get_extra_info("ssl_object")
+        self.secure = secured is not None
+        self.names = tls.names_of(secured.getpeercert()) if secured is not None else frozenset()
+        self._heard = False
 
     # -- the handshake --------------------------------------------------------------------------
 
@@ -91,7 +104,10 @@ class Connection:
 
     async def receive_preamble(self) -> int:
         """The peer's protocol version."""
-        return wire.preamble_version(await self._read(wire.PREAMBLE_SIZE))
+        data = await self._read(wire.PREAMBLE_SIZE)
+        if not self.secure and data.startswith(tls.RECORD):
+            raise wire.NotOurProtocol("the peer speaks TLS, this side does not")
+        return wire.preamble_version(data)
 
     def send_opening(self, message: wire.Message) -> bytes:
         """Send a message of the handshake; returns its body."""
@@ -192,9 +208,15 @@ class Connection:
 
     async def _read(self, count: int) -> bytes:
         try:
-            return await self._reader.readexactly(count)
+            data = await self._reader.readexactly(count)
         except (asyncio.IncompleteReadError, OSError) as error:
-            raise ConnectionLost(reason(error)) from error
+            text = reason(error)
+            if self.secure and not self._heard and not isinstance(error, ssl.SSLError):
+                # A dialler has finished before the listener has looked at its certificate.
+                text += " before it said anything: it may not accept this side's certificate"
+            raise ConnectionLost(text) from error
+        self._heard = True
+        return data
 
     # -- the end --------------------------------------------------------------------------------
 
@@ -270,111 +292,225 @@ def bind(host: str, port: int) -> list[socket.socket]:
     return sockets
 
 
-async def _gone(connection: Connection) -> None:
+async def _first_byte(control: ControlThread, sock: socket.socket) -> bytes:
+    """What the peer begins with, left where it is; nothing if it has gone."""
+    ready: asyncio.Future[None] = control.loop.create_future()
+    control.loop.add_reader(sock, wake, ready)
+    try:
+        await ready
+    finally:
+        control.loop.remove_reader(sock)
+    return sock.recv(1, socket.MSG_PEEK)
+
+
+async def _accepted(
+    control: ControlThread, sock: socket.socket, certificates: Certificates | None
+) -> Connection:
+    """A connection over an accepted socket; OSError if there is none.
+
+    With `certificates` it is secure, unless the peer begins in the clear: whoever takes only secure
+    ones can still tell it so.
+    """
+    context: ssl.SSLContext | None = None
+    try:
+        if certificates is not None and await _first_byte(control, sock) == tls.RECORD:
+            context = certificates.context(listening=True)
+        reader = asyncio.StreamReader(limit=_BUFFER, loop=control.loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=control.loop)
+        transport, _ = await control.loop.connect_accepted_socket(
+            lambda: protocol,
+            sock,
+            ssl=context,
+            ssl_handshake_timeout=HANDSHAKE_SECONDS if context is not None else None,
+        )
+    except BaseException:
+        sock.close()
+        raise
+    return _over(control, reader, asyncio.StreamWriter(transport, protocol, reader, control.loop))
+
+
+def _over(
+    control: ControlThread, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> Connection:
+    try:
+        return Connection(control, reader, writer)
+    except (OSError, TypeError, ValueError):
+        # Gone before it was looked at: it has no peer name any more.
+        writer.transport.abort()
+        raise ConnectionResetError("closed by the peer") from None
+
+
+class _Stranger:
+    """A connection that has not proven itself."""
+
+    def __init__(self, sock: socket.socket, since: float) -> None:
+        self.since = since
+        self.sock: socket.socket | None = sock  # until its task has begun
+        self.task: asyncio.Task[None] | None = None
+
+    def take(self) -> socket.socket:
+        """The socket, which whoever takes it closes."""
+        sock, self.sock = self.sock, None
+        assert sock is not None
+        return sock
+
+    def drop(self) -> None:
+        """Close the connection; its task, if it has begun, does that itself."""
+        if self.sock is not None:
+            self.take().close()
+        if self.task is not None:
+            self.task.cancel()
+
+
+async def _ignore(connection: Connection, _: Callable[[], object]) -> None:
     connection.abort()
 
 
 class Listener:
-    """Accepts connections and has them served; bounds those that have not proven themselves."""
+    """Accepts connections and has them served; bounds those that have not proven themselves.
+
+    `serve` is called with a connection, and with what it calls when that has proven itself.
+    """
 
     def __init__(
         self,
         control: ControlThread,
         warn: Warnings,
-        serve: Callable[[Connection], Awaitable[None]],
+        serve: Callable[[Connection, Callable[[], object]], Awaitable[None]],
+        certificates: Certificates | None = None,
     ) -> None:
         self._control = control
         self._warn = warn
-        self._serve: Callable[[Connection], Awaitable[None]] = serve
-        self._servers: list[asyncio.Server] = []
-        self._strangers: dict[Connection, float] = {}
+        self._serve = serve
+        self._certificates = certificates
+        self._sockets: list[socket.socket] = []
+        self._strangers: dict[_Stranger, None] = {}
 
     async def open(self, host: str, port: int) -> tuple[str, int]:
         """Listen; returns the address, with the real port."""
-        sockets = await self._control.aside(bind, host, port)
-        address = sockets[0].getsockname()[:2]
-        for sock in sockets:
-            server = await asyncio.start_server(
-                self._accept, sock=sock, limit=_BUFFER, backlog=_ACCEPT_AT_ONCE
-            )
-            self._servers.append(server)
+        self._sockets = await self._control.aside(bind, host, port)
+        address = self._sockets[0].getsockname()[:2]
+        for sock in self._sockets:
             sock.listen(_BACKLOG)
+            self._watch(sock)
         return str(address[0]), int(address[1])
 
     def close(self) -> None:
         """Stop listening, and cut off who has not proven himself."""
-        for server in self._servers:
-            server.close()
-        self._servers.clear()
+        for sock in self._sockets:
+            self._control.loop.remove_reader(sock)
+            sock.close()
+        self._sockets.clear()
         for stranger in list(self._strangers):
-            stranger.abort()
+            stranger.drop()
+        self._strangers.clear()
         # Who serves has this listener: what both refer to must not wait for a collection.
-        self._serve = _gone
+        self._serve = _ignore
 
-    async def end(self) -> None:
-        """Stop listening first, and then close: asyncio loses what it is just accepting if the two
-        are one."""
-        try:
-            for server in self._servers:
-                for sock in server.sockets:
-                    self._control.loop.remove_reader(sock.fileno())
-            for _ in range(3):
-                await asyncio.sleep(0)
-        finally:
-            self.close()
+    def _watch(self, listening: socket.socket) -> None:
+        if listening in self._sockets:
+            self._control.loop.add_reader(listening, self._accept, listening)
 
-    def known(self, connection: Connection) -> None:
-        """It has proven itself."""
-        self._strangers.pop(connection, None)
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(_ACCEPT_AT_ONCE):
+            try:
+                sock, _address = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._warn("accept", f"cannot accept connections: {reason(error)}")
+                self._control.loop.remove_reader(listening)
+                self._control.loop.call_later(_ACCEPT_PAUSE, self._watch, listening)
+                return
+            sock.setblocking(False)
+            self._meet(sock)
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            connection = Connection(self._control, reader, writer)
-        except (OSError, TypeError, ValueError):
-            # Gone before it was looked at: it has no peer name any more.
-            writer.transport.abort()
-            return
+    def _meet(self, sock: socket.socket) -> None:
         now = self._control.loop.time()
         if len(self._strangers) >= MAX_STRANGERS:
             oldest = next(iter(self._strangers))
-            if now - self._strangers[oldest] < STRANGER_SECONDS:
+            if now - oldest.since < STRANGER_SECONDS:
                 self._warn("flood", "too many connections that have not proven themselves")
-                connection.abort()
+                sock.close()
                 return
             del self._strangers[oldest]
-            oldest.abort()
-        self._strangers[connection] = now
-        self._control.spawn(self._guard(connection))
+            oldest.drop()
+        stranger = _Stranger(sock, now)
+        self._strangers[stranger] = None
+        stranger.task = self._control.spawn(self._guard(stranger))
 
-    async def _guard(self, connection: Connection) -> None:
+    async def _guard(self, stranger: _Stranger) -> None:
+        timer = self._control.loop.call_later(HANDSHAKE_SECONDS, stranger.drop)
+        sock = stranger.take()
+        connection: Connection | None = None
         try:
-            await asyncio.wait_for(self._serve(connection), HANDSHAKE_SECONDS)
-        except asyncio.TimeoutError:
-            connection.abort()
+            connection = await self._receive(sock)
+            if connection is not None:
+                await self._serve(connection, lambda: self._strangers.pop(stranger, None))
         except BaseException:
-            connection.abort()
+            if connection is not None:
+                connection.abort()
             raise
         finally:
-            self.known(connection)
+            timer.cancel()
+            self._strangers.pop(stranger, None)
+
+    async def _receive(self, sock: socket.socket) -> Connection | None:
+        peer = "somebody who has gone"
+        try:
+            with contextlib.suppress(OSError):
+                peer = endpoint(*sock.getpeername()[:2])
+            return await _accepted(self._control, sock, self._certificates)
+        except ssl.SSLError as error:
+            self._warn("tls", f"closed a connection from {peer}: {reason(error)}")
+        except OSError as error:
+            logger.debug("a connection was lost before it was served: %s", reason(error))
+        return None
 
 
 async def connect(
-    control: ControlThread, family: int, address: tuple[Any, ...], local: str | None
+    control: ControlThread,
+    family: int,
+    address: tuple[Any, ...],
+    local: str | None,
+    certificates: Certificates | None,
+    stage: Callable[[str], None],
 ) -> Connection:
-    """A connection to one address, from `local` if that is given; raises OSError."""
+    """A connection to one address, from `local` if that is given, secure with `certificates`.
+
+    Raises OSError, or ConnectionLost if that happens in TLS.
+    """
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
         if local is not None:
             sock.bind((local, 0))
+        stage("connecting")
         await control.loop.sock_connect(sock, address)
-        reader, writer = await asyncio.open_connection(sock=sock, limit=_BUFFER)
+        if certificates is None:
+            reader, writer = await asyncio.open_connection(sock=sock, limit=_BUFFER)
+        else:
+            stage("in the TLS handshake")
+            reader, writer = await _secured(sock, certificates)
     except BaseException:
         with contextlib.suppress(OSError):
             sock.close()
         raise
+    return _over(control, reader, writer)
+
+
+async def _secured(
+    sock: socket.socket, certificates: Certificates
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     try:
-        return Connection(control, reader, writer)
-    except (OSError, TypeError):
-        writer.transport.abort()
-        raise ConnectionResetError("closed by the peer") from None
+        return await asyncio.open_connection(
+            sock=sock,
+            limit=_BUFFER,
+            ssl=certificates.context(listening=False),
+            server_hostname="",
+            ssl_handshake_timeout=HANDSHAKE_SECONDS,
+        )
+    except ssl.SSLError as error:
+        raise ConnectionLost(reason(error)) from error
+    except ConnectionError as error:
+        raise ConnectionLost(f"{reason(error)}: it may not use TLS") from error

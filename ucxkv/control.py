@@ -48,17 +48,17 @@ class RateLimit:
 
 
 class Warnings:
-    """Warnings about what others do, each kind rate-limited."""
+    """Log records about what others do, each kind rate-limited."""
 
     def __init__(self) -> None:
         self._limits: dict[str, RateLimit] = {}
 
-    def __call__(self, kind: str, text: str) -> None:
+    def __call__(self, kind: str, text: str, level: int = logging.WARNING) -> None:
         dropped = self._limits.setdefault(kind, RateLimit()).passes()
         if dropped:
-            logger.warning("%s (and %d more of this kind, not logged)", text, dropped)
+            logger.log(level, "%s (and %d more of this kind, not logged)", text, dropped)
         elif dropped is not None:
-            logger.warning("%s", text)
+            logger.log(level, "%s", text)
 
 
 class Waiters:
@@ -72,7 +72,7 @@ class Waiters:
         """Something has changed: all look at their conditions."""
         waiting, self._waiting = self._waiting, set()
         for future in waiting:
-            _wake(future)
+            wake(future)
 
     async def until(self, condition: Callable[[], object], deadline: float) -> bool:
         """Wait until `condition` is true; False if it is not at `deadline` on the loop's clock."""
@@ -81,7 +81,7 @@ class Waiters:
                 return False
             future: asyncio.Future[None] = self._loop.create_future()
             self._waiting.add(future)
-            timer = self._loop.call_at(deadline, _wake, future)
+            timer = self._loop.call_at(deadline, wake, future)
             try:
                 await future
             finally:
@@ -90,7 +90,8 @@ class Waiters:
         return True
 
 
-def _wake(future: asyncio.Future[None]) -> None:
+def wake(future: asyncio.Future[None]) -> None:
+    """Let a future's waiter go on, if there is one still."""
     if not future.done():
         future.set_result(None)
 

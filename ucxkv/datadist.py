@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ucxkv import copies, geometry
 from ucxkv.catalogue import LocalEntry
-from ucxkv.clusters import cluster_number, clusters_of
+from ucxkv.clusters import cluster_number, cluster_numbers, clusters_of
 from ucxkv.engine import monotonic_ns
 from ucxkv.errors import KvCacheNotExist, LlmError, LlmOutOfMemory, ParamInvalid
 from ucxkv.holds import Hold
@@ -220,7 +220,12 @@ class LlmDataDist:
     # -- caches -------------------------------------------------------------------------------
 
     def register_kv_cache(
-        self, cache_desc: CacheDesc | None, tensors: Any, *, access: str = "r"
+        self,
+        cache_desc: CacheDesc | None,
+        tensors: Any,
+        *,
+        access: str = "r",
+        peers: Collection[int] | None = None,
     ) -> Cache:
         """Register memory as a cache; linked peers learn of it at once.
 
@@ -231,6 +236,11 @@ class LlmDataDist:
         that overlap end up with the bytes of whichever came last.  They are kept alive until the
         cache is unregistered; plain addresses are the caller's to keep valid.
 
+        With `peers`, a collection of cluster ids, only these clusters are told of the cache,
+        whenever they link, and have their requests for it served; for all others it does not exist.
+        An id is what a peer says of itself: a secret only proves that it is one of the deployment,
+        a certificate with `Tls.peer_name` that it is this cluster.
+
         Raises TypeError, ParamInvalid, FeatureNotEnabled (device memory) or LlmOutOfMemory.
         """
         running = self._engine()
@@ -239,10 +249,18 @@ class LlmDataDist:
         found, desc = resolve(tensors, cache_desc)
         if access not in _ACCESS:
             raise ParamInvalid(f"access must be one of 'r', 'rw' and '', not {access!r}")
-        return self._register(running, found, desc, access)
+        return self._register(running, found, desc, access, peers)
 
-    def allocate_kv_cache(self, cache_desc: CacheDesc, *, access: str = "r") -> Cache:
+    def allocate_kv_cache(
+        self,
+        cache_desc: CacheDesc,
+        *,
+        access: str = "r",
+        peers: Collection[int] | None = None,
+    ) -> Cache:
         """Register zeroed memory of the library's own, page-aligned, on huge pages where possible.
+
+        `access` and `peers` are those of `register_kv_cache`.
 
         The cache's `tensors` are NumPy arrays; types that NumPy lacks come as unsigned integers.
         The memory lives for as long as it is registered or an array refers to it.
@@ -257,7 +275,7 @@ class LlmDataDist:
         arrays = allocate(cache_desc)
         addresses = [array.ctypes.data for array in arrays]
         found, desc = resolve(addresses, cache_desc)
-        cache = self._register(running, found, desc, access, arrays)
+        cache = self._register(running, found, desc, access, peers, arrays)
         cache.tensors = tuple(arrays)
         return cache
 
@@ -267,8 +285,10 @@ class LlmDataDist:
         found: list[Tensor],
         desc: CacheDesc,
         access: str,
+        peers: Collection[int] | None,
         hold: object = None,
     ) -> Cache:
+        shown = None if peers is None else cluster_numbers(peers)
         nbytes = bytes_of(found, desc)
         blocks = desc.shape[0]
         writable = all(tensor.writable for tensor in found)
@@ -284,6 +304,7 @@ class LlmDataDist:
                 readable=access != "",
                 writable=writable,
                 pushable=access == "rw",
+                peers=shown,
             )
         except MemoryError as error:
             raise LlmOutOfMemory(str(error)) from error
@@ -296,6 +317,7 @@ class LlmDataDist:
             native=native,
             blocks=blocks,
             block_bytes=nbytes // blocks,
+            peers=shown,
         )
         running.holds[cache_id] = hold or [tensor.hold for tensor in found]
         try:

@@ -12,6 +12,7 @@ from ucxkv import handshake, wire
 from ucxkv.connection import Connection, ConnectionLost, connect, reason
 from ucxkv.control import ControlThread
 from ucxkv.netif import endpoint
+from ucxkv.tls import Certificates
 from ucxkv.types import ClusterInfo, IpInfo, LlmRole
 
 
@@ -63,6 +64,7 @@ class Caller:
     key: bytes | None
     make_hello: Callable[[str], wire.Hello]
     role: LlmRole | None  # the one the peer must have
+    certificates: Certificates | None
 
 
 async def _connect(
@@ -81,11 +83,10 @@ async def _connect(
         infos = await control.aside(
             lambda: socket.getaddrinfo(address.ip, address.port, type=socket.SOCK_STREAM)
         )
-    progress("connecting")
     failure: OSError = OSError("the name has no address")
     for family, _, _, _, sockaddr in infos:
         try:
-            return await connect(control, family, sockaddr, local)
+            return await connect(control, family, sockaddr, local, caller.certificates, progress)
         except OSError as error:
             # A name may stand for IPv6 and IPv4 while the peer listens at one of them.
             failure = error
@@ -100,6 +101,11 @@ async def _try(caller: Caller, address: IpInfo, local: str | None, progress: Pro
         introduction, welcome = await handshake.dial(
             connection, lambda: caller.make_hello(where), caller.key, progress, caller.role
         )
+        if caller.certificates is not None:
+            theirs = introduction.theirs.cluster_id
+            problem = caller.certificates.tls.stranger(connection.names, theirs)
+            if problem is not None:
+                raise handshake.Refused(problem)
     except BaseException:
         connection.abort()
         raise

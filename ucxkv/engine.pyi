@@ -1,4 +1,4 @@
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ucxkv.endpoint import NativeLink
@@ -45,6 +45,7 @@ class NativeEngine:
         readable: bool,
         writable: bool,
         pushable: bool = False,
+        peers: Collection[int] | None = None,
     ) -> LocalCache: ...
     def new_transfer(self, deadline: int, attended: bool) -> TransferHandle: ...
     def take_notice(self) -> tuple[int, bytes] | None: ...

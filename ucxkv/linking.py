@@ -17,6 +17,7 @@ from ucxkv.errors import ExistLink, Status
 from ucxkv.identity import Identity
 from ucxkv.links import Link
 from ucxkv.netif import endpoint
+from ucxkv.tls import Certificates, Tls
 from ucxkv.types import ClusterInfo, LinkResult, LlmRole
 from ucxkv.workers import CannotLink, Workers
 
@@ -66,6 +67,7 @@ class Linking:
         workers: Workers,
         catalogue: LocalCatalogue,
         remote_factory: RemoteFactory | None,
+        tls: Tls | None,
     ) -> None:
         self.control = control
         self.loop = control.loop
@@ -85,9 +87,18 @@ class Linking:
         # What is needed to dial again, by link id.
         self._routes: dict[bytes, ClusterInfo] = {}
         self._warn = Warnings()
-        self._listener = Listener(control, self._warn, self._serve)
+        self._certificates = Certificates(tls, self._warn) if tls is not None else None
+        self._listener = self._new_listener()
         self._host = ""  # what `listen_address` was made from
         self._closed = False
+
+    def load_certificates(self) -> None:
+        """Read the files that `Tls` names; ParamInvalid if they are of no use."""
+        if self._certificates is not None:
+            self._certificates.load()
+
+    def _new_listener(self) -> Listener:
+        return Listener(self.control, self._warn, self._serve, self._certificates)
 
     async def listen(self, host: str, port: int) -> None:
         """Accept links from now on; raises OSError."""
@@ -106,7 +117,7 @@ class Linking:
         # No link can be made between the last look for one and this.
         self._identity.role = role
         if move:
-            await old.end()
+            old.close()
 
     def _check_unlinked(self) -> None:
         linked = {link.cluster_id for link in self.everyone() if link.state != "down"}
@@ -118,19 +129,19 @@ class Linking:
     async def _listen_anew(self, wanted: tuple[str, int] | None) -> None:
         """Listen elsewhere too, or there instead where both want one port."""
         old, address = self._listener, self.listen_address
-        fresh = Listener(self.control, self._warn, self._serve)
+        fresh = self._new_listener()
         in_the_way = address is not None and wanted is not None and address[1] == wanted[1]
         try:
             if in_the_way:
-                await old.end()
+                old.close()
             moved = await fresh.open(*wanted) if wanted is not None else None
             # Meanwhile somebody may have linked.
             self._check_unlinked()
         except BaseException:
-            await fresh.end()
+            fresh.close()
             if in_the_way and address is not None and not self._closed:
                 self.listen_address = None
-                self._listener = Listener(self.control, self._warn, self._serve)
+                self._listener = self._new_listener()
                 await self.listen(self._host, address[1])
             raise
         self._listener, self.listen_address = fresh, moved
@@ -141,7 +152,7 @@ class Linking:
         self._closed = True
         for cluster_id in self._dials:
             self.give_up(cluster_id)
-        await self._listener.end()
+        self._listener.close()
 
     def let_go(self) -> None:
         """Refer to the native engine no more; nothing else may be called afterwards.
@@ -188,7 +199,8 @@ class Linking:
             self._arriving.discard(link)
             if dialled is None and not link.established:
                 # A stranger's attempt, of which nobody here knew.
-                logger.info("cluster %d did not finish a link: %s", link.cluster_id, link.error)
+                text = f"cluster {link.cluster_id} did not finish a link: {link.error}"
+                self._warn("unfinished", text, logging.INFO)
                 self.forget(link)
         self.waiters.touch()
 
@@ -219,6 +231,7 @@ class Linking:
             self._identity.key,
             lambda address: self._identity.hello(address, cluster_id, intent, link_id),
             cluster.remote_role,
+            self._certificates,
         )
 
     def _install(
@@ -265,9 +278,11 @@ class Linking:
 
     # -- linking: who is dialled ----------------------------------------------------------------
 
-    async def _serve(self, connection: Connection) -> None:
+    async def _serve(self, connection: Connection, known: Callable[[], object]) -> None:
         host_port = endpoint(*self.listen_address) if self.listen_address else ""
         try:
+            if self._certificates is not None and not connection.secure:
+                await self._decline(connection)
             introduction, verdict = await handshake.answer(
                 connection, lambda: self._identity.hello(host_port), self._identity.key
             )
@@ -282,10 +297,19 @@ class Linking:
             if refused.suspicious:
                 self._warn("secret", f"refused a connection from {connection.peer}: {refused}")
             else:
-                logger.info("refused a connection from %s: %s", connection.peer, refused)
+                text = f"refused a connection from {connection.peer}: {refused}"
+                self._warn("refused", text, logging.INFO)
             connection.close()
             return
-        self._listener.known(connection)
+        if self._certificates is not None:
+            theirs = introduction.theirs.cluster_id
+            problem = self._certificates.tls.stranger(connection.names, theirs)
+            if problem is not None:
+                self._warn("secret", f"refused a connection from {connection.peer}: {problem}")
+                verdict(wire.Refusal(wire.REFUSED, problem[:512]))
+                connection.close()
+                return
+        known()
         try:
             await self._admit(connection, introduction, verdict)
         except (CannotLink, handshake.Refused) as refused:
@@ -296,6 +320,17 @@ class Linking:
             verdict(wire.Refusal(wire.REFUSED, f"internal error: {error!r}"[:512]))
             connection.close()
             raise
+
+    async def _decline(self, connection: Connection) -> None:
+        """Tell a peer that has begun in the clear why there will be no link."""
+        await connection.receive_preamble()
+        await connection.receive_opening()
+        problem = handshake.Refused(
+            f"cluster {self._cluster_id} takes connections with TLS only", suspicious=True
+        )
+        connection.send_preamble()
+        connection.send_opening(wire.Refusal(problem.code, str(problem)))
+        raise problem
 
     async def _admit(
         self,

@@ -144,7 +144,8 @@ class Link:
 
     async def _receive(self, connection: Connection) -> None:
         try:
-            while True:
+            # What was heard together with the end counts no more, though it comes without a wait.
+            while connection is self._connection:
                 message = await connection.receive()
                 if self.state == "connecting":
                     self._arm(ESTABLISH_SECONDS, _UNFINISHED)
@@ -339,8 +340,10 @@ class Link:
             self._connection.send(message)
 
     def announce(self, entry: LocalEntry) -> None:
-        """Tell the peer of a cache, unless it knows."""
-        if self._connection is None or not entry.access or entry.cache_id in self._told:
+        """Tell the peer of a cache, unless it knows or may not."""
+        if self._connection is None or entry.cache_id in self._told:
+            return
+        if not entry.shown_to(self.cluster_id):
             return
         self._told.add(entry.cache_id)
         self._connection.send_entry(entry.cache_id, entry.message)
@@ -406,6 +409,8 @@ class Link:
             case wire.Register():
                 for entry in message.entries:
                     self._learn(entry)
+                if self._retiring:
+                    self.poll()
             case wire.Retire():
                 self._retire_remote(message.cache_id)
                 self.poll()
@@ -431,9 +436,11 @@ class Link:
                 self._peer_ready = True
                 self._advance()
             case wire.Unlink():
+                # Once, however often it is said: each would wait for our pulls.
+                if not self._peer_unlinks:
+                    self._home.control.spawn(self._follow_unlink())
                 self.unlinking = self._peer_unlinks = True
                 self.up = False
-                self._home.control.spawn(self._follow_unlink())
             case wire.Unlinked():
                 self._peer_done = True
                 self._waiters.touch()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ucxkv.errors import ParamInvalid
+from ucxkv.tls import Tls
 
 PATHS = ("auto", "get", "stream")
 
@@ -19,6 +20,8 @@ class Options:
         None (the default): this engine only dials.
     sync_cache_wait_time_ms: default deadline of every pull and push, in milliseconds (1000).
     secret: shared by all clusters that may link with each other; None (the default): anyone may.
+    tls: certificates for the control plane, which is encrypted with them; None (the default): it is
+        not.  Both ends must have it, or neither.  The data plane is not encrypted.
     path: "auto" (the default) chooses per transfer; "get" and "stream" force one.  The environment
         variable UCXKV_PATH overrides it.
     notice_queue: how many notices of peers are kept for `LlmDataDist.notices` (4096); pulls whose
@@ -32,6 +35,7 @@ class Options:
     listen: str | None = None
     sync_cache_wait_time_ms: float = 1000
     secret: str | bytes | None = field(default=None, repr=False)
+    tls: Tls | None = None
     path: str = "auto"
     notice_queue: int = 4096
     ucx: Mapping[str, str] = field(default_factory=dict)
@@ -48,6 +52,8 @@ class Options:
             raise TypeError("secret must be a str, bytes or None")
         if self.secret is not None and not self.secret:
             raise ParamInvalid("an empty secret protects nothing: use None")
+        if self.tls is not None and not isinstance(self.tls, Tls):
+            raise TypeError("tls must be a Tls or None")
         if not isinstance(self.path, str):
             raise TypeError("path must be a str")
         if self.path not in PATHS:

@@ -86,6 +86,7 @@ class LinkTable:
             workers=Workers(self._control, native, options, ucx_version),
             catalogue=catalogue,
             remote_factory=remote_factory,
+            tls=options.tls,
         )
         self._links = self._linking.links
 
@@ -101,6 +102,7 @@ class LinkTable:
             raise
 
     async def _open(self) -> None:
+        self._linking.load_certificates()
         self.loop.add_reader(self._native.notify_fd, self._on_notify)
         wanted = self._options.listen_endpoint()
         if wanted is None:

@@ -54,6 +54,11 @@ class NotOurProtocol(ProtocolError):
     """The peer does not speak this protocol at all."""
 
 
+def _printable(text: str) -> str:
+    """What a peer says ends up in errors and logs: it must not pass for lines of theirs."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Base of all messages."""
 
@@ -75,6 +80,9 @@ class Hello(Message, tag=1):
     intent: U32
     link_id: LinkId
 
+    def __post_init__(self) -> None:
+        self.library, self.ucx = _printable(self.library), _printable(self.ucx)
+
 
 class Proof(Message, tag=2):
     """Proof of knowing the secret; empty where there is none.  The dialler proves first."""
@@ -87,6 +95,9 @@ class Refusal(Message, tag=3):
 
     code: U32
     text: Text
+
+    def __post_init__(self) -> None:
+        self.text = _printable(self.text)
 
 
 class Welcome(Message, tag=4):
@@ -175,6 +186,9 @@ class Bye(Message, tag=16):
     """The link ends here and now."""
 
     reason: Text
+
+    def __post_init__(self) -> None:
+        self.reason = _printable(self.reason)
 
 
 class _RegisterOut(Message, tag=7):

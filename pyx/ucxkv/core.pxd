@@ -319,6 +319,9 @@ cdef struct CacheMem:
     bint readable               # peers may read it
     bint writable               # may be pulled into
     bint pushable               # peers may have it pulled into
+    bint limited                # only these clusters may read it or push to it
+    uint64_t* peers             # ascending
+    size_t n_peers
     bint retiring
     bint retired
     uint32_t pulls              # transfers into it, and copies into or from it
@@ -487,6 +490,7 @@ cdef extern from *:
     void store_barrier() noexcept nogil
 
 
+cdef bint cache_shown(const CacheMem* mem, const Link* link) noexcept nogil
 cdef void core_lock(Core* core) noexcept nogil
 cdef void core_unlock(Core* core) noexcept nogil
 cdef void core_timer(Core* core, uint64_t when, bint wake) noexcept nogil

@@ -49,6 +49,23 @@ cdef extern from "<sys/random.h>" nogil:
     ssize_t getrandom(void* buffer, size_t length, unsigned int flags)
 
 
+cdef bint cache_shown(const CacheMem* mem, const Link* link) noexcept nogil:
+    """Whether the cluster at the other end of the link may read the cache or push to it."""
+    cdef size_t low = 0, high = mem.n_peers, middle
+    if not mem.limited:
+        return True
+    # Before it is connected nobody has said which cluster it leads to.
+    if not link.connected:
+        return False
+    while low < high:
+        middle = (low + high) // 2
+        if mem.peers[middle] < link.cluster_id:
+            low = middle + 1
+        else:
+            high = middle
+    return low < mem.n_peers and mem.peers[low] == link.cluster_id
+
+
 cdef void core_lock(Core* core) noexcept nogil:
     pthread_mutex_lock(&core.gate)
     pthread_mutex_lock(&core.lock)

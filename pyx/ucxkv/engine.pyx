@@ -345,12 +345,15 @@ cdef class NativeEngine:
         return link_create(self, self.core, worker)
 
     def register(self, cache_id, addresses, blocks, block_bytes, *, readable, writable,
-                 pushable=False):
-        """Register memory: one address per tensor of `blocks * block_bytes` bytes each."""
+                 pushable=False, peers=None):
+        """Register memory: one address per tensor of `blocks * block_bytes` bytes each.
+
+        With `peers` only links to these clusters may read it or push to it.
+        """
         if self._closed:
             raise RuntimeError("the engine is closed")
         return _LocalCache._register(self, <size_t>self.core, cache_id, addresses, blocks,
-                                     block_bytes, readable, writable, pushable)
+                                     block_bytes, readable, writable, pushable, peers)
 
     def new_transfer(self, uint64_t deadline, bint attended):
         """A transfer that ends at `deadline` (monotonic nanoseconds) if not before.

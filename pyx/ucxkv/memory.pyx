@@ -127,15 +127,15 @@ cdef class LocalCache:
 
     @staticmethod
     def _register(engine, core_address, int64_t cache_id, addresses, uint64_t blocks,
-                  uint64_t block_bytes, bint readable, bint writable, bint pushable):
+                  uint64_t block_bytes, bint readable, bint writable, bint pushable, peers):
         cdef LocalCache self = LocalCache.__new__(LocalCache)
         self.core = <Core*><size_t>core_address
         self._engine = engine
-        self._map(cache_id, addresses, blocks, block_bytes, readable, writable, pushable)
+        self._map(cache_id, addresses, blocks, block_bytes, readable, writable, pushable, peers)
         return self
 
     def _map(self, int64_t cache_id, addresses, uint64_t blocks, uint64_t block_bytes,
-             bint readable, bint writable, bint pushable):
+             bint readable, bint writable, bint pushable, peers):
         cdef CacheMem* mem = <CacheMem*>calloc(1, sizeof(CacheMem))
         cdef Py_ssize_t i, count = len(addresses)
         cdef unsigned int prot = UCP_MEM_MAP_PROT_LOCAL_READ
@@ -150,6 +150,14 @@ cdef class LocalCache:
         mem.readable = readable
         mem.writable = writable
         mem.pushable = pushable
+        mem.limited = peers is not None
+        if mem.limited:
+            mem.peers = <uint64_t*>malloc(max(1, len(peers)) * sizeof(uint64_t))
+            if mem.peers == NULL:
+                raise MemoryError
+            for peer in sorted(peers):
+                mem.peers[mem.n_peers] = peer
+                mem.n_peers += 1
         mem.addrs = <uint64_t*>malloc(max(1, count) * sizeof(uint64_t))
         mem.region_of = <uint32_t*>malloc(max(1, count) * sizeof(uint32_t))
         mem.regions = <Region*>calloc(max(1, len(regions)), sizeof(Region))
@@ -187,6 +195,7 @@ cdef class LocalCache:
             return
         if self.core.pid == getpid() and (self.mem.slot == 0 or self.mem.retired):
             self.unmap()
+            free(self.mem.peers)
             free(self.mem.addrs)
             free(self.mem.region_of)
             free(self.mem.regions)

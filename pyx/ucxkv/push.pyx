@@ -37,6 +37,7 @@ from ucxkv.core cimport (
     RemoteMem,
     SendOp,
     Transfer,
+    cache_shown,
     core_timer,
     send_new,
 )
@@ -207,14 +208,15 @@ cdef ucs_status_t on_answer(void* arg, const void* header, size_t header_length,
 
 # --- receiver ------------------------------------------------------------------------------------
 
-cdef uint32_t check_offer(Core* core, const Offer* offer, CacheMem** mem) noexcept nogil:
+cdef uint32_t check_offer(Link* link, const Offer* offer, CacheMem** mem) noexcept nogil:
     """Whether an offer may be taken: everything in it comes from another process."""
     cdef CacheMem* target
     if offer.dst_slot >= MAX_WORDS:
         return ST_PARAM_INVALID
-    target = core.caches[offer.dst_slot]
+    target = link.core.caches[offer.dst_slot]
     if (target == NULL or target.cache_id != offer.dst_cache_id
-            or target.generation != offer.dst_generation or target.retiring):
+            or target.generation != offer.dst_generation or target.retiring
+            or not cache_shown(target, link)):
         return ST_CACHE_NOT_EXIST
     if not target.pushable or not target.writable:
         return ST_FEATURE_NOT_ENABLED
@@ -261,7 +263,7 @@ cdef uint32_t take_offer(Link* link, Incoming* incoming) noexcept nogil:
     cdef RemoteMem* remote
     cdef Transfer* t
     cdef uint64_t i, src_len, deadline
-    cdef uint32_t status = check_offer(core, offer, &mem)
+    cdef uint32_t status = check_offer(link, offer, &mem)
     if status != ST_SUCCESS:
         return status
     if quiesced(link, offer.dst_slot, offer.dst_generation, incoming.dst_blocks,
@@ -390,7 +392,7 @@ cdef ucs_status_t on_offer(void* arg, const void* header, size_t header_length, 
             or link.n_incoming + link.n_answering + link.n_answers >= MAX_SERVES
             or link.am.outstanding > MAX_OUTSTANDING):
         return UCS_OK
-    status = check_offer(core, &message.offer, &mem)
+    status = check_offer(link, &message.offer, &mem)
     if status == ST_SUCCESS:
         lists = message.offer.n_blocks * ((message.offer.src_has_blocks != 0)
                                           + (message.offer.dst_has_blocks != 0))

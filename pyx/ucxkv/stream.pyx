@@ -45,6 +45,7 @@ from ucxkv.core cimport (
     SendOp,
     Serve,
     Transfer,
+    cache_shown,
     core_idle,
     core_notify,
     pack_take,
@@ -247,7 +248,8 @@ cdef uint32_t check_request(Core* core, Link* link, const Request* r,
         return ST_PARAM_INVALID
     mem = core.caches[r.cache_slot]
     if (mem == NULL or mem.cache_id != r.cache_id or mem.generation != r.generation
-            or ((mem.retiring or not mem.readable) and not offered(link, mem, r.offer))):
+            or ((mem.retiring or not mem.readable or not cache_shown(mem, link))
+                and not offered(link, mem, r.offer))):
         return ST_CACHE_NOT_EXIST
     if (r.tensors == 0 or r.first_tensor >= mem.num_tensors
             or r.tensors > mem.num_tensors - r.first_tensor

@@ -91,6 +91,8 @@ class Records(logging.Handler):
 def build_engine(cluster_id: int, options: dict[str, Any]) -> Any:
     import ucxkv
 
+    if "tls" in options:
+        options = {**options, "tls": ucxkv.Tls(**options["tls"])}
     engine = ucxkv.LlmDataDist(cluster_id, options=ucxkv.Options(**options))
     engine.initialize()
     return engine

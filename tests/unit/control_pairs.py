@@ -17,6 +17,7 @@ from ucxkv.catalogue import LocalCatalogue, LocalEntry
 from ucxkv.links import Link
 from ucxkv.options import Options
 from ucxkv.table import LinkTable
+from ucxkv.tls import Tls
 from ucxkv.types import ClusterInfo, IpInfo, LinkResult, LlmRole
 
 _incarnations = itertools.count(1000)
@@ -32,6 +33,7 @@ class Member:
         secret: str | bytes | None = None,
         engine: FakeEngine | None = None,
         ucx: dict[str, str] | None = None,
+        tls: Tls | None = None,
     ) -> None:
         self.cluster_id = cluster_id
         self.engine = engine or FakeEngine()
@@ -39,7 +41,7 @@ class Member:
         self.table = LinkTable(
             cluster_id=cluster_id,
             role=LlmRole.MIX,
-            options=Options(listen=listen, secret=secret, ucx=ucx or {}),
+            options=Options(listen=listen, secret=secret, ucx=ucx or {}, tls=tls),
             incarnation=next(_incarnations),
             native=self.engine,  # type: ignore[arg-type]
             catalogue=self.catalogue,
