@@ -280,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     whole.savefig(options.png, dpi=130)
     plt.close(whole)
     options.html.write_text(page(results, drawn))
-    print(f"{options.png} and {options.html}")
+    print("drawn:", options.png, options.html, sep="\n  ")
     return 0
 
 

@@ -279,7 +279,6 @@ def iterate_in_tasks(
     taken: list[bytes] = []
     shares = [0] * (tasks + 2)
     spent: list[int] = []
-    ctx.values["tasks run"] = False
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     loop = asyncio.new_event_loop()
     try:
@@ -294,6 +293,7 @@ def iterate_in_tasks(
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         loop.close()
+        ctx.values["tasks run"] = False
     return {"taken": taken, "shares": shares}
 
 

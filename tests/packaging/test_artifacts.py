@@ -175,7 +175,7 @@ def test_sdist_has_nothing_built(built: Built) -> None:
     wrong = [
         name
         for name in built.sdist_files
-        if re.search(r"\.(so|c|o|pyc)$|__pycache__|^(build|dist)/", name)
+        if re.search(r"\.(so|o|pyc)$|^(pyx|ucxkv)/.*\.c$|__pycache__|^(build|dist)/", name)
     ]
     assert wrong == []
 
@@ -185,7 +185,7 @@ def test_wheel_is_complete(built: Built) -> None:
     plain = {name for name in tree if name.startswith("ucxkv/")}
     assert plain - built.wheel_files == set()
     compiled = {name.split(".")[0] for name in built.wheel_files if name.endswith(".so")}
-    wanted = {f"ucxkv/{Path(name).stem}" for name in tree if name.endswith(".pyx")}
+    wanted = {f"ucxkv/{Path(name).stem}" for name in tree if re.match(r"pyx/.*\.pyx$", name)}
     assert compiled == wanted
 
 

@@ -49,7 +49,8 @@ def run(folder: Path, script: str, *arguments: object) -> str:
         timeout=RUN_SECONDS,
     )
     assert done.returncode == 0, f"{script}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
-    assert all(len(line) <= 80 for line in done.stdout.splitlines()), done.stdout
+    shown = done.stdout.replace(str(folder), "")
+    assert all(len(line) <= 80 for line in shown.splitlines()), done.stdout
     return done.stdout
 
 

@@ -150,8 +150,10 @@ def test_unregistering_in_time(two: tuple[Member, Member]) -> None:
     another = owner.register()
     native = puller.resolve(owner, another.cache_id)[1].native
     native.active = 1
-    threading.Timer(0.1, puller.close).start()
+    closing = threading.Timer(0.1, puller.close)
+    closing.start()
     assert owner.unregister(another, 5) < 1
+    closing.join()
 
 
 def test_unregistering_what_nobody_knows(two: tuple[Member, Member]) -> None:
