@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ucxkv import geometry
+from ucxkv import numbers
 from ucxkv.errors import ParamInvalid
 from ucxkv.types import ClusterInfo, IpInfo, LlmRole
 
@@ -32,7 +32,7 @@ def _cluster(cluster: Any) -> ClusterInfo:
 
 def cluster_number(value: Any) -> int:
     """A cluster id: an integer from 0 to 2**63 - 1."""
-    number = geometry.integer(value, "cluster_id")
+    number = numbers.integer(value, "cluster_id")
     if not 0 <= number < 1 << 63:
         raise ParamInvalid(f"cluster_id must be from 0 to 2**63 - 1, not {number}")
     return number
@@ -52,7 +52,7 @@ def _addresses(infos: Any, name: str) -> tuple[IpInfo, ...]:
     for info in infos:
         if not isinstance(info, IpInfo) or not isinstance(info.ip, str):
             raise TypeError(f"{name} must hold IpInfo with an address or a name")
-        port = geometry.integer(info.port, "port")
+        port = numbers.integer(info.port, "port")
         if not 0 <= port <= 65535:
             raise ParamInvalid(f"port must be from 0 to 65535, not {port}")
         checked.append(IpInfo(info.ip, port))

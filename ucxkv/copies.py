@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ucxkv import geometry
+from ucxkv import geometry, numbers
 from ucxkv.catalogue import LocalCatalogue, LocalEntry
 from ucxkv.copy import Copy
 from ucxkv.errors import KvCacheNotExist, LlmOutOfMemory, ParamInvalid
@@ -36,7 +36,7 @@ def copy_slot(
     """`LlmDataDist.copy_kv_cache`."""
     source = _cache_id(src_cache, "src_cache")
     _cache_id(dst_cache, "dst_cache")
-    start = geometry.integer(offset, "offset")
+    start = numbers.integer(offset, "offset")
     common = geometry.Common(
         CacheIndex(_NO_CLUSTER, source, src_batch_index),
         dst_cache,
@@ -77,7 +77,7 @@ def copy_blocks(
 def _cache_id(cache: Any, name: str) -> int:
     if not isinstance(cache, Cache):
         raise TypeError(f"{name} must be a Cache, not {type(cache).__name__}")
-    return geometry.integer(cache.cache_id, f"{name}.cache_id")
+    return numbers.integer(cache.cache_id, f"{name}.cache_id")
 
 
 def _flat(blocks: Mapping[Any, Any]) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from ucxkv import copies, geometry
+from ucxkv import copies, geometry, numbers
 from ucxkv.catalogue import LocalEntry
 from ucxkv.clusters import cluster_number, cluster_numbers, clusters_of
 from ucxkv.engine import monotonic_ns
@@ -200,7 +200,7 @@ class LlmDataDist:
         """
         running = self._engine()
         checked = clusters_of(clusters)
-        return running.links.link(checked, geometry.timeout(timeout_ms))
+        return running.links.link(checked, numbers.timeout(timeout_ms))
 
     def unlink_llm_clusters(
         self, clusters: Sequence[ClusterInfo], timeout_ms: float = 1000, force: bool = False
@@ -211,7 +211,7 @@ class LlmDataDist:
         """
         running = self._engine()
         checked = clusters_of(clusters)
-        return running.links.unlink(checked, geometry.timeout(timeout_ms), bool(force))
+        return running.links.unlink(checked, numbers.timeout(timeout_ms), bool(force))
 
     def links(self) -> list[LinkInfo]:
         """Each link's cluster, address, state, data path and transports."""
@@ -339,8 +339,8 @@ class LlmDataDist:
         at once, pulls into it.  An unknown id is no error.
         """
         running = self._engine()
-        cache_id = geometry.integer(cache_id, "cache_id")
-        timeout = geometry.timeout(timeout_ms) / 1e3
+        cache_id = numbers.integer(cache_id, "cache_id")
+        timeout = numbers.timeout(timeout_ms) / 1e3
         entry = running.catalogue.remove(cache_id)
         if entry is None:
             return
@@ -653,7 +653,7 @@ class LlmDataDist:
         Raises KvCacheNotExist if the cache is not registered, ParamInvalid for blocks out of range.
         """
         running = self._engine()
-        timeout = geometry.timeout(timeout_ms) / 1e3
+        timeout = numbers.timeout(timeout_ms) / 1e3
         entry, blocks = self._part(running, cache, slot_or_blocks)
         entry.native.quiesce(blocks, timeout)
 
@@ -679,7 +679,7 @@ class LlmDataDist:
         """
         running = self._engine()
         entry, blocks = self._part(running, cache, slot_or_blocks)
-        ttl = geometry.timeout(ttl_ms, "ttl_ms")
+        ttl = numbers.timeout(ttl_ms, "ttl_ms")
         if not entry.access:
             raise ParamInvalid(f"cache {entry.cache_id} has access '': no peer pulls from it")
         try:
@@ -702,7 +702,7 @@ class LlmDataDist:
         is finalized; 0: at once).  `fileno()` of the result is a descriptor to poll.  All iterators
         share one queue of `Options.notice_queue` places; peers whose notice finds none wait.
         """
-        checked = None if timeout_ms is None else geometry.milliseconds(timeout_ms, "timeout_ms")
+        checked = None if timeout_ms is None else numbers.milliseconds(timeout_ms, "timeout_ms")
         if checked is not None and not checked >= 0:
             raise ParamInvalid(f"timeout_ms must not be negative, not {timeout_ms}")
         return Notices(self._engine().native, None if checked is None else checked / 1e3)

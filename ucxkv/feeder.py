@@ -76,7 +76,12 @@ class Feeder:
 def _look(fed: list[Fed], pause: float) -> float:
     """Feed all once, drop what is over; the seconds until the next look, at most `pause`."""
     for one in tuple(fed):
-        longest = one.feed()
+        try:
+            longest = one.feed()
+        except BaseException:
+            # One bad push must not end the thread that all others wait for.
+            logger.exception("a layered push cannot be looked after any more")
+            longest = None
         if longest is None:
             fed.remove(one)
         else:

@@ -7,7 +7,6 @@ values, the local cache, the link, the remote cache, geometry.  Those before the
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from ucxkv.errors import ParamInvalid
 from ucxkv.holds import Token, token_of
+from ucxkv.numbers import integer, milliseconds
 from ucxkv.spans import distinct
 from ucxkv.types import ALL_LAYERS, Cache, CacheIndex, DataType, KvCacheExtParam
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 # As in pyx/ucxkv/core.pxd.
 NOTICE_BYTES = 4096
-# A century: what is longer would not fit the clock.
-FOREVER_MS = 100 * 365 * 86400e3
 
 Blocks = NDArray[np.uint32]
 
@@ -66,36 +64,6 @@ class Plan(NamedTuple):
     tensors: int
     tensors_per_layer: int
     block_len: int
-
-
-def integer(value: Any, name: str) -> int:
-    """`value` as an int; TypeError for anything that is not an integer."""
-    if type(value) is int:
-        return value
-    if isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, not a bool")
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, not {type(value).__name__}") from None
-
-
-def milliseconds(value: Any, name: str) -> float:
-    """`value` as a number of milliseconds; TypeError for anything that is no number."""
-    if isinstance(value, (float, np.floating)):
-        return float(value)
-    try:
-        return float(integer(value, name))
-    except OverflowError:
-        raise ParamInvalid(f"{name} is too large") from None
-
-
-def timeout(value: Any, name: str = "timeout_ms") -> float:
-    """A timeout in milliseconds: a positive number, held within what the clock can count."""
-    checked = milliseconds(value, name)
-    if not checked > 0:
-        raise ParamInvalid(f"{name} must be positive, not {value}")
-    return min(checked, FOREVER_MS)
 
 
 def _notice(value: Any) -> bytes | None:

@@ -6,6 +6,7 @@ import struct
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ucxkv import numbers
 from ucxkv.errors import ParamInvalid
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Hold:
 
     def wait(self, timeout_ms: float | None = None) -> bool:
         """Wait until it has ended, at most `timeout_ms` milliseconds; whether it has."""
-        return self._native.wait(None if timeout_ms is None else timeout_ms / 1e3)
+        return self._native.wait(numbers.patience(timeout_ms))
 
     def __enter__(self) -> Hold:
         return self

@@ -6,12 +6,13 @@ deadline of the whole, so that a layer that never becomes ready ends on time who
 
 from __future__ import annotations
 
-import operator
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 
+from ucxkv import numbers
 from ucxkv.errors import LlmError, ParamInvalid, Status
 from ucxkv.feeder import SHORTEST_SECONDS
 from ucxkv.transfers import Transfer
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 # have to learn that the push has failed elsewhere.
 _POLL_SECONDS = 0.002
 _WATCH_SECONDS = 0.02
+
+_FOREVER_SECONDS = 3e9
 
 _GIVEN_UP = "another layer of the push failed"
 _RAISED = "layer_ready raised "
@@ -69,6 +72,8 @@ def ready_by(layer_ready: Any) -> Ready | None:
         return None
     if layer_ready is True:
         return Ready()
+    if inspect.iscoroutinefunction(layer_ready):
+        raise TypeError("layer_ready must not be asynchronous: it is called by a thread")
     if callable(layer_ready):
         return Ready(layer_ready)
     if not isinstance(layer_ready, Sequence) or isinstance(layer_ready, (str, bytes)):
@@ -86,6 +91,12 @@ def _look_at(event: Any) -> Callable[[], bool]:
         if callable(look):
             return cast("Callable[[], bool]", look)
     raise TypeError(f"an event has is_set() or query(), which {type(event).__name__} has not")
+
+
+def _type_name(value: object) -> str:
+    """The name of its type, whatever that makes of being asked."""
+    name: str = type.__dict__["__name__"].__get__(type(value))
+    return name
 
 
 def layers_planned(plan: geometry.Plan) -> int:
@@ -226,10 +237,10 @@ class LayeredPush(Transfer):
             # Whatever the application's code raises is this push's alone.  Its traceback begins
             # with a frame of ours, which has nothing to tell and would keep the push alive.
             trace = error.__traceback__
-            error.__traceback__ = trace.tb_next if trace is not None else None
+            BaseException.with_traceback(error, trace.tb_next if trace is not None else None)
             for layer in self._layers:
                 layer.raised = error
-            self._end(Status.FAILED, _RAISED + type(error).__name__)
+            self._end(Status.FAILED, _RAISED + _type_name(error))
         if not self.done():
             self._spread_failure()
         if self.done():
@@ -247,7 +258,12 @@ class LayeredPush(Transfer):
         if ask is None or self._far is None:
             return False
         for number, layer in enumerate(self._layers):
-            if not self._ready[number] and not layer.done() and ask(number):
+            if self._ready[number] or layer.done():
+                continue
+            answer = ask(number)
+            if inspect.isawaitable(answer):
+                raise TypeError("an awaitable does not say whether a layer is ready")
+            if answer:
                 self.layer_ready(number)
                 moved = True
         return moved
@@ -303,7 +319,7 @@ class LayeredPush(Transfer):
         The report's path is "get" if all layers took it.  A TimeoutError that is no LlmError means
         that it is still running.
         """
-        end = None if timeout is None else time.monotonic() + timeout
+        end = None if timeout is None else time.monotonic() + min(timeout, _FOREVER_SECONDS)
         for layer in self._layers:
             if not layer._handle.wait(None if end is None else end - time.monotonic()):
                 raise TimeoutError(f"{self._what} is still running")
@@ -332,7 +348,7 @@ class LayeredPush(Transfer):
         IndexError for a layer that the push does not have.
         """
         layer = self._layers[self._index(i)]
-        if not layer._handle.wait(None if timeout_ms is None else timeout_ms / 1e3):
+        if not layer._handle.wait(numbers.patience(timeout_ms)):
             raise TimeoutError(f"{layer._what} has not landed")
         if layer.failed:
             self._raise(layer)
@@ -361,7 +377,7 @@ class LayeredPush(Transfer):
         layer._outcome()
 
     def _index(self, i: int) -> int:
-        number = operator.index(i)
+        number = numbers.integer(i, "i")
         if not 0 <= number < len(self._layers):
             raise IndexError(f"layer {i} of a push of {len(self._layers)} layers")
         return number

@@ -18,10 +18,10 @@ from ucxkv.errors import (
     ParamInvalid,
     Status,
 )
-from ucxkv.geometry import FOREVER_MS
 from ucxkv.handle import TransferHandle
 from ucxkv.layered import LayeredPush, Ready, layers_of, layers_planned
 from ucxkv.links import Link
+from ucxkv.numbers import FOREVER_MS
 from ucxkv.running import Running
 from ucxkv.transfers import Transfer
 from ucxkv.types import TransferReport

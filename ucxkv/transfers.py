@@ -7,6 +7,7 @@ import os
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ucxkv import numbers
 from ucxkv.errors import LlmError, Status, error_for
 from ucxkv.types import TransferReport
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 
 _LOOK_SECONDS = 0.002
+# More than any transfer has.
+_MOST_LAYERS = 2**32
 
 
 class Transfer:
@@ -103,11 +106,12 @@ class Transfer:
         Raises the transfer's error if it ends without that layer, TimeoutError after `timeout_ms`
         milliseconds, and IndexError for a layer it does not move.
         """
-        if i < 0:
+        number = numbers.integer(i, "i")
+        if number < 0:
             raise IndexError(f"layer {i}")
-        if not self._handle.wait(None if timeout_ms is None else timeout_ms / 1e3, i):
+        if not self._handle.wait(numbers.patience(timeout_ms), min(number, _MOST_LAYERS)):
             raise TimeoutError(f"layer {i} of {self._what} has not landed")
-        if self._handle.layers_done > i:
+        if self._handle.layers_done > number:
             return
         self._outcome()
         raise IndexError(f"layer {i} of a transfer of {self._handle.layers} layers")

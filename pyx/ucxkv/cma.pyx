@@ -32,6 +32,7 @@ from ucxkv.core cimport (
     Transfer,
     core_lock,
     core_unlock,
+    core_wake,
     core_wake_copier,
 )
 from ucxkv.lanes cimport lanes_use
@@ -214,6 +215,9 @@ cdef bint serve(Link* link) noexcept nogil:
         link.transfers = t.link_next
         if ((t.drivers == 0 or t.total - t.posted >= SHARED_BYTES)
                 and copy_batch(t, COPIER_BYTES)):
+            # The batch was booked under the lock that is held still: the link is there.
+            if link.dirty:
+                core_wake(link.core)
             return True
     return False
 

@@ -213,7 +213,7 @@ cdef class TransferHandle:
     def end(self, uint32_t status, str reason=""):
         """Have it end with `status`, fenced; does nothing if its end is decided already."""
         self.ours()
-        cdef bytes text = reason.encode()[:150]
+        cdef bytes text = reason.encode(errors="backslashreplace")[:150]
         cdef const char* c_reason = text
         with nogil:
             core_lock(self.core)

@@ -46,7 +46,7 @@ cdef inline uint64_t deadline_of(object seconds) except? 0:
     """The time in so many seconds, None for never; a century is what fits the clock."""
     if seconds is None:
         return <uint64_t>-1
-    return now_ns() + <uint64_t>(min(max(0.0, <double>seconds), 3e9) * 1e9)
+    return now_ns() + <uint64_t>(<double>min(max(0.0, seconds), 3e9) * 1e9)
 
 
 cdef inline timespec to_timespec(uint64_t ns) noexcept nogil:

@@ -98,8 +98,10 @@ def wait_for_layers(
         if counts[-1] <= layer or not layer_is_right(ctx, name, layer, seed):
             wrong.append(layer)
     transfer.result(10)
-    beyond = actions.attempt(lambda: transfer.wait_layer(32, timeout_ms=100))
-    return {"wrong": wrong, "counts": counts, "beyond": beyond.kind}
+    odd = (32, 2**63, 10**400, -1, -(10**400), 1.5, "1", None)
+    beyond = [actions.attempt(lambda: transfer.wait_layer(i, timeout_ms=100)).kind for i in odd]
+    patient = [actions.attempt(lambda: transfer.result(timeout)).ok for timeout in (10**400, -1)]
+    return {"wrong": wrong, "counts": counts, "beyond": beyond, "patient": patient}
 
 
 def wait_for_last_layer(

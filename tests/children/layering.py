@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -146,8 +146,41 @@ class Unprintable(Exception):
         raise ValueError("no text")
 
 
+async def ready_some_day(layer: int) -> bool:
+    return True
+
+
+class Later:
+    def __await__(self) -> Generator[None, None, bool]:
+        yield
+        return True
+
+
+def ready_later(layer: int) -> Any:
+    return Later()
+
+
+class Nameless(type):
+    @property
+    def __name__(cls) -> Any:
+        return 5
+
+
+class Misnamed(Exception, metaclass=Nameless):
+    pass
+
+
+class Untouchable(Exception):
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise RuntimeError("hands off")
+
+
 ERRORS: dict[str, type[BaseException]] = {
-    one.__name__: one for one in (ZeroDivisionError, SystemExit, Unprintable)
+    "ZeroDivisionError": ZeroDivisionError,
+    "SystemExit": SystemExit,
+    "Unprintable": Unprintable,
+    "Misnamed": Misnamed,
+    "Untouchable": Untouchable,
 }
 
 
@@ -215,7 +248,8 @@ def finish(ctx: Context, key: str, timeout: float = 20.0) -> Outcome:
         try:
             return transfer.result(timeout)
         except Exception as error:
-            cause.append(type(error.__cause__).__name__)
+            kind = type(error.__cause__)
+            cause.append(next((name for name, one in ERRORS.items() if one is kind), str(kind)))
             raise
 
     outcome = actions.attempt(run)

@@ -127,6 +127,9 @@ def test_telling_twice_and_telling_nonsense(pair: tuple[Peer, Peer], target: int
         assert sender.call(layering.wait_layer, "push", layer).kind == "IndexError"
     for wrong in ("1", 1.0, None):
         assert sender.call(layering.tell, "push", wrong).kind == "TypeError"
+        assert sender.call(layering.wait_layer, "push", wrong).kind == "TypeError"
+    assert sender.call(layering.wait_layer, "push", 0, 10**400).kind == "ParamInvalid"
+    assert sender.call(layering.wait_layer, "push", 1, -(10**18)).kind == "TimeoutError"
     for layer in (3, 0):
         assert sender.call(layering.wait_layer, "push", layer).ok
     assert receiver.call(layering.difference, "into", layer_pieces([0, 3]), SEED) == ""
@@ -261,6 +264,11 @@ def test_checks(pair: tuple[Peer, Peer], target: int) -> None:
     for wrong in (False, 5, "events", b"", 2.0, [1], [None] * LAYERS, {1: 2}):
         outcome = sender.call(layering.raw_push, wrong, {**right, "size": 0})
         assert outcome.kind == "TypeError", (wrong, outcome)
+    outcome = sender.call(layering.raw_push, layering.ready_some_day, {**right, "size": 0})
+    assert outcome.kind == "TypeError", outcome
+    outcome = sender.call(layering.raw_push, layering.ready_later, right)
+    assert outcome.kind == "LlmError", outcome
+    assert "TypeError" in outcome.message
     for count in (0, LAYERS - 1, LAYERS + 1):
         outcome = sender.call(layering.raw_push_with_events, count, right)
         assert outcome.kind == "ParamInvalid", outcome
