@@ -9,6 +9,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -99,8 +100,8 @@ def wait_for_layers(
             wrong.append(layer)
     transfer.result(10)
     odd = (32, 2**63, 10**400, -1, -(10**400), 1.5, "1", None)
-    beyond = [actions.attempt(lambda: transfer.wait_layer(i, timeout_ms=100)).kind for i in odd]
-    patient = [actions.attempt(lambda: transfer.result(timeout)).ok for timeout in (10**400, -1)]
+    beyond = [actions.attempt(partial(transfer.wait_layer, i, timeout_ms=100)).kind for i in odd]
+    patient = [actions.attempt(partial(transfer.result, timeout)).ok for timeout in (10**400, -1)]
     return {"wrong": wrong, "counts": counts, "beyond": beyond, "patient": patient}
 
 
