@@ -179,6 +179,13 @@ def some_layers(rng: random.Random) -> tuple[tuple[int, int], tuple[int, int]]:
     return (first, first + count - 1), (other, other + count - 1)
 
 
+def layers_of(move: Move) -> tuple[int, int]:
+    """The first tensor of its destination, and the number of its layers."""
+    first = min(tensor for tensor, _, _ in move.patches)
+    last = max(tensor for tensor, _, _ in move.patches)
+    return first, (last - first + 1) // PER_LAYER
+
+
 def some_move(
     rng: random.Random,
     data: dict[str, list[Bytes]],
@@ -541,8 +548,7 @@ class Lane:
         kind = self.kind()
         source, move = some_move(self.rng, self.station.far, kind, self.rng.choice(FORMS))
         transfer = self.pulling(kind, self.source_ids[source], move)
-        first = min(tensor for tensor, _, _ in move.patches)
-        layers = (max(tensor for tensor, _, _ in move.patches) - first + 1) // PER_LAYER
+        first, layers = layers_of(move)
         for layer in self.reported(transfer, layers):
             begin = first + layer * PER_LAYER
             for tensor, block, data in move.patches:
@@ -620,6 +626,35 @@ class Lane:
             ok = self.outcome("cancelled push", ("LlmError",), transfer.result)
         if ok:
             self.inboxes[kind].apply(move.patches)
+        else:
+            self.reuse(kind, move.targets)
+
+    def layered_push(self) -> None:
+        """Layers become ready in any order; some pushes are given up before their last one."""
+        form, kind = self.form(), self.kind()
+        source, move = some_move(self.rng, self.station.near, kind, form, push=True)
+        kind = "pages" if form == "continuous" else kind
+        asked = self.rng.random() < 0.5
+        ready: set[int] = set()
+        transfer = self.pushing(
+            source, kind, move, layer_ready=ready.__contains__ if asked else True
+        )
+        tell = ready.add if asked else transfer.layer_ready
+        _, layers = layers_of(move)
+        order = self.rng.sample(range(layers), layers)
+        left_out = order.pop() if self.rng.random() < 0.3 else None
+        for layer in order:
+            tell(layer)
+            if self.rng.random() < 0.5:
+                transfer.wait_layer(layer, timeout_ms=PATIENT_MS)
+        if left_out is not None:
+            transfer.cancel()
+        if self.outcome("layered push", ("LlmError",), transfer.result):
+            if left_out is not None:
+                raise Wrong(f"layer {left_out} of a push has landed before it was ready")
+            self.inboxes[kind].apply(move.patches)
+        elif left_out is None:
+            raise Wrong(f"all layers were ready: {transfer.layer_results()}")
         else:
             self.reuse(kind, move.targets)
 
@@ -757,6 +792,7 @@ WORK = {
     "cancelled_pull": 2,
     "push": 8,
     "short_push": 3,
+    "layered_push": 4,
     "quiesced_push": 2,
     "copy": 2,
     "notice": 3,
