@@ -194,6 +194,7 @@ cdef struct Serve:
     uint32_t word_slot          # as of Transfer; the word is 0 without a hold
     uint64_t word
     uint64_t transfer           # the puller's number
+    uint64_t offer              # of ours, without which it may not be served; 0: it may
     Geometry geo
     Cursor cursor
     uint32_t* blocks

@@ -2,7 +2,7 @@
 
 from libc.stdint cimport uint32_t, uint64_t
 
-from ucxkv.core cimport CacheMem, Core, Hold
+from ucxkv.core cimport CacheMem, Core, Hold, Link
 
 
 cdef class NativeHold:
@@ -13,7 +13,7 @@ cdef class NativeHold:
 
 cdef NativeHold hold_create(object engine, Core* core, CacheMem* mem, uint64_t expires)
 cdef bint hold_covers(Core* core, uint32_t slot, uint64_t word, const CacheMem* mem) noexcept nogil
-cdef void hold_noticed(Core* core, uint32_t slot, uint64_t word) noexcept nogil
+cdef void hold_noticed(const Link* link, uint32_t slot, uint64_t word) noexcept nogil
 cdef void holds_expire(Core* core, uint64_t now) noexcept nogil
 cdef void holds_unregister(Core* core, const CacheMem* mem) noexcept nogil
 cdef void holds_forget(Core* core) noexcept nogil

@@ -30,6 +30,8 @@ from ucxkv.core cimport (
     Core,
     Hold,
     HoldState,
+    Link,
+    cache_shown,
     core_idle,
     core_lock,
     core_timer,
@@ -108,9 +110,11 @@ cdef bint hold_covers(Core* core, uint32_t slot, uint64_t word, const CacheMem* 
     return hold != NULL and hold.mem == mem
 
 
-cdef void hold_noticed(Core* core, uint32_t slot, uint64_t word) noexcept nogil:
+cdef void hold_noticed(const Link* link, uint32_t slot, uint64_t word) noexcept nogil:
+    """A peer has told that it needs the memory no more; it must be one that may read it."""
+    cdef Core* core = link.core
     cdef Hold* hold = find(core, slot, word)
-    if hold != NULL:
+    if hold != NULL and cache_shown(hold.mem, link):
         hold_end(core, hold, HOLD_NOTICED)
 
 

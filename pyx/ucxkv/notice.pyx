@@ -162,7 +162,7 @@ cdef ucs_status_t on_notice(void* arg, const void* header, size_t header_length,
     notice.length = <uint32_t>length
     memcpy(notice + 1, data, length)
     if message.word:
-        hold_noticed(core, message.word_slot, message.word)
+        hold_noticed(link, message.word_slot, message.word)
     if core.last_notice == NULL:
         core.first_notice = notice
         write(core.notice_fd, &one, sizeof(one))

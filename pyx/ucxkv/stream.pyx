@@ -20,7 +20,7 @@ All functions want the engine's lock to be held.
 
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memcpy
+from libc.string cimport memcmp, memcpy
 
 from ucxkv.core cimport (
     MAX_SERVES,
@@ -69,7 +69,7 @@ from ucxkv.message cimport (
     message_send_blocks,
     message_send_head,
 )
-from ucxkv.spans cimport cursor_advance, cursor_run, cursor_seek, geometry_bytes
+from ucxkv.spans cimport Geometry, cursor_advance, cursor_run, cursor_seek, geometry_bytes
 from ucxkv.transfer cimport (
     transfer_advance,
     transfer_end,
@@ -234,22 +234,37 @@ cdef ucs_status_t on_end(void* arg, const void* header, size_t header_length, vo
 
 # --- owner ---------------------------------------------------------------------------------------
 
-cdef bint offered(Link* link, const CacheMem* mem, uint64_t number) noexcept nogil:
-    """Whether we are pushing from `mem` under that number: the peer may read it then."""
+cdef Transfer* offer_of(Link* link, uint64_t number) noexcept nogil:
+    """The push that the peer knows by that number, as long as it is offered; NULL: none."""
     cdef Transfer* t = transfer_find(link.core, link, number)
-    return t != NULL and t.path == PATH_PUSH and t.near == mem
+    return t if t != NULL and t.path == PATH_PUSH and t.requested else NULL
 
 
-cdef uint32_t check_request(Core* core, Link* link, const Request* r,
-                            CacheMem** cache) noexcept nogil:
-    """Whether the request may be served: everything in it comes from another process."""
+cdef bint answers(const Request* r, const CacheMem* mem, const Transfer* t) noexcept nogil:
+    """Whether the request asks for what the push `t` offers of `mem`, its block list aside."""
+    cdef const Geometry* g
+    if t == NULL or t.near != mem:
+        return False
+    g = &t.src_geo
+    return (r.first_tensor == g.first and r.tensors == g.count and r.block == g.block
+            and r.block_len == g.block_len and r.n_blocks == g.n_blocks
+            and (r.has_blocks != 0) == (g.blocks != NULL))
+
+
+cdef uint32_t check_request(Core* core, Link* link, const Request* r, CacheMem** cache,
+                            bint* offered) noexcept nogil:
+    """Whether the request may be served: everything in it comes from another process.
+
+    With `offered` it may be for the sake of an offer alone.
+    """
     cdef CacheMem* mem
     if r.cache_slot >= MAX_WORDS:
         return ST_PARAM_INVALID
     mem = core.caches[r.cache_slot]
-    if (mem == NULL or mem.cache_id != r.cache_id or mem.generation != r.generation
-            or ((mem.retiring or not mem.readable or not cache_shown(mem, link))
-                and not offered(link, mem, r.offer))):
+    if mem == NULL or mem.cache_id != r.cache_id or mem.generation != r.generation:
+        return ST_CACHE_NOT_EXIST
+    offered[0] = mem.retiring or not mem.readable or not cache_shown(mem, link)
+    if offered[0] and not answers(r, mem, offer_of(link, r.offer)):
         return ST_CACHE_NOT_EXIST
     if (r.tensors == 0 or r.first_tensor >= mem.num_tensors
             or r.tensors > mem.num_tensors - r.first_tensor
@@ -271,8 +286,13 @@ cdef bint take_blocks(Serve* serve, uint64_t position, const uint32_t* blocks,
                       uint64_t count) noexcept nogil:
     """Add block numbers to a request; False if they are not what it still lacks."""
     cdef uint64_t i, limit = serve.cache.blocks if serve.cache != NULL else 0
+    cdef const Transfer* push
     if position != serve.n_blocks_known or count > serve.geo.n_blocks - position:
         return False
+    if serve.offer:
+        push = offer_of(serve.link, serve.offer)
+        if push == NULL or memcmp(push.src_blocks + position, blocks, count * sizeof(uint32_t)):
+            return False
     for i in range(count):
         if blocks[i] >= limit:
             return False
@@ -302,10 +322,11 @@ cdef ucs_status_t on_request(void* arg, const void* header, size_t header_length
     cdef Serve* serve
     cdef Serve** tail
     cdef uint32_t status
+    cdef bint offered = False
     # A peer that asks but does not read gets nothing queued for it without bound.
     if link == NULL or link.n_serves >= MAX_SERVES or link.am.outstanding > MAX_OUTSTANDING:
         return UCS_OK
-    status = check_request(core, link, r, &mem)
+    status = check_request(core, link, r, &mem, &offered)
     serve = <Serve*>calloc(1, sizeof(Serve))
     if serve == NULL:
         return UCS_OK
@@ -322,6 +343,7 @@ cdef ucs_status_t on_request(void* arg, const void* header, size_t header_length
         serve.cache = mem
         serve.word_slot = r.word_slot
         serve.word = r.word
+        serve.offer = r.offer if offered else 0
         serve.geo.addrs = mem.addrs
         serve.geo.first = r.first_tensor
         serve.geo.count = r.tensors
@@ -489,6 +511,8 @@ cdef void pump_serves(Link* link) noexcept nogil:
             serve = place[0]
             if serve.word and link.core.words[serve.word_slot] != serve.word:
                 end_serve(serve, ST_HOLD_ENDED)
+            if serve.offer and not serve.ended and offer_of(link, serve.offer) == NULL:
+                end_serve(serve, ST_FAILED)
             if (budget > 0 and not serve.ended and serve.offset < serve.total
                     and link.stream_bytes < STREAM_WINDOW
                     and (serve.blocks == NULL or serve.n_blocks_known == serve.geo.n_blocks)):
