@@ -6,9 +6,9 @@ refused however late it comes.  A sender that sees the barrier does not offer ag
 offered before, and ends what it has withheld.
 
 The barriers of a link are numbered in the order in which they are sent, and an ECHO confirms all up
-to its number.  Each is sent once over an endpoint.  A link has at most MAX_QUIETS of one cache:
-beyond that they become one for the whole cache, which costs pushes into its other blocks until the
-peer has answered.
+to its number.  Each is sent once over an endpoint, and names at most REQUEST_BLOCKS blocks.  A link has at most
+MAX_QUIETS of one cache: beyond that they become one for the whole cache, which costs pushes into its
+other blocks until the peer has answered.
 
 All functions want the engine's lock to be held.
 """
@@ -139,7 +139,7 @@ cdef bint add_quiet(Link* link, const CacheMem* mem, const uint32_t* blocks,
     if quiet == NULL:
         return False
     if blocks != NULL and not whole_instead(link, mem):
-        quiet.blocks = <uint32_t*>malloc(n_blocks * sizeof(uint32_t) + 1)
+        quiet.blocks = <uint32_t*>malloc(n_blocks * sizeof(uint32_t))
         if quiet.blocks == NULL:
             free(quiet)
             return False
@@ -174,9 +174,22 @@ cdef bint quiesce_begin(Core* core, CacheMem* mem, const uint32_t* blocks,
             transfer_end(t, ST_FAILED, UCS_OK, b"the destination was quiesced")
         t = following
     while link != NULL:
-        if link.connected and not link.closing and not add_quiet(link, mem, blocks, n_blocks):
+        if link.connected and not link.closing and not add_quiets(link, mem, blocks, n_blocks):
             return False
         link = link.next
+    return True
+
+
+cdef bint add_quiets(Link* link, const CacheMem* mem, const uint32_t* blocks,
+                     uint64_t n_blocks) noexcept nogil:
+    """As many as it takes to say each in one message."""
+    cdef uint64_t begin = 0
+    if blocks == NULL:
+        return add_quiet(link, mem, NULL, 0)
+    while begin < n_blocks:
+        if not add_quiet(link, mem, blocks + begin, min(n_blocks - begin, REQUEST_BLOCKS)):
+            return False
+        begin += REQUEST_BLOCKS
     return True
 
 
@@ -230,8 +243,7 @@ cdef bint send_barrier(Link* link, const Quiet* quiet) noexcept nogil:
     message.slot = quiet.slot
     message.generation = quiet.generation
     op.header_length = sizeof(BarrierMessage)
-    # A list too long for one message costs pushes into other blocks, which fail for nothing.
-    if quiet.blocks != NULL and 0 < quiet.n_blocks <= REQUEST_BLOCKS:
+    if quiet.blocks != NULL:
         length = quiet.n_blocks * sizeof(uint32_t)
         op.payload = malloc(length)
         if op.payload == NULL:

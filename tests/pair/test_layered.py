@@ -494,7 +494,9 @@ def test_a_layer_that_fails_ends_the_others(pair: tuple[Peer, Peer]) -> None:
         peer.call(actions.forget_arena, "large")
 
 
-@pytest.mark.parametrize("blocks", [0, [0, 2], None], ids=["slot", "blocks", "cache"])
+@pytest.mark.parametrize(
+    "blocks", [0, [0, 2], [], None], ids=["slot", "blocks", "nothing", "cache"]
+)
 def test_quiesce_ends_what_is_withheld(pair: tuple[Peer, Peer], target: int, blocks: Any) -> None:
     """The destination keeps the bytes of its next use; pushes into other slots go on."""
     receiver, sender = pair
@@ -519,6 +521,36 @@ def test_quiesce_ends_what_is_withheld(pair: tuple[Peer, Peer], target: int, blo
             expected += layer_pieces(layers, src_slot=slot, dst_slot=slot)
     assert receiver.call(layering.difference, "into", expected, SEED) == ""
     assert sender.call(pushing.push, "from", 1, target, timeout_ms=5000).ok
+
+
+def test_quiesce_of_a_long_list(pair: tuple[Peer, Peer]) -> None:
+    """Longer than one message: what it does not name goes on all the same."""
+    receiver, sender = pair
+    count = 40_000
+    sender.call(actions.make_cache, "short", 2, (1, 3), seed=SEED)
+    target = receiver.call(actions.make_cache, "long", 2, (count, 3), access="rw")
+    places = {0: "ok", 1: "LlmError", 16_001: "LlmError", 35_000: "LlmError", count - 1: "ok"}
+    for block in places:
+        lists = ([0], [block])
+        sender.call(
+            layering.begin,
+            f"to {block}",
+            "told",
+            1,
+            "short",
+            1,
+            target,
+            timeout_ms=9000,
+            blocks=lists,
+        )
+    receiver.call(layering.quiesce_and_paint, "long", list(range(1, count - 1)))
+    for block, kind in places.items():
+        sender.call(layering.say_ready, f"to {block}", 0)
+        outcome = sender.call(layering.finish, f"to {block}", 5)
+        assert outcome.kind == kind, (block, outcome)
+    for peer, name in ((receiver, "long"), (sender, "short")):
+        peer.call(actions.drop_cache, name)
+        peer.call(actions.forget_arena, name)
 
 
 def test_unlink_waits_for_layers(path: str) -> None:
