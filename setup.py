@@ -58,7 +58,7 @@ class BuildExtensions(build_ext):
         super().build_extensions()
 
 
-flags = ["-O2", "-g1", "-D_GNU_SOURCE", "-pthread"]
+flags = ["-O3", "-g1", "-D_GNU_SOURCE", "-pthread"]
 link_flags = ["-pthread"]
 if sanitize:
     flags += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer"]

@@ -82,8 +82,8 @@ def _cache_id(cache: Any, name: str) -> int:
 
 def _flat(blocks: Mapping[Any, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """A mapping of source blocks to their destinations as two lists of equal length."""
-    sources = geometry.block_list(list(blocks), "src_blocks")
-    lists = [geometry.block_list(value, "the blocks of a source") for value in blocks.values()]
+    sources = geometry.block_array(list(blocks), "src_blocks")
+    lists = [geometry.block_array(value, "the blocks of a source") for value in blocks.values()]
     if not lists:
         return sources, sources
     targets = np.concatenate([_signed(one) for one in lists])

@@ -1,5 +1,4 @@
-from typing import Any
-
+from ucxkv.blocks import BlockList
 from ucxkv.memory import LocalCache
 
 class Copy:
@@ -14,8 +13,8 @@ class Copy:
         block_len: int,
         src_block: int = 0,
         dst_block: int = 0,
-        src_blocks: Any = None,
-        dst_blocks: Any = None,
+        src_blocks: BlockList | None = None,
+        dst_blocks: BlockList | None = None,
         offset: int = 0,
     ) -> None: ...
     def overlaps(self) -> bool: ...

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ucxkv.errors import ParamInvalid
+from ucxkv.blocks import BlockList
+from ucxkv.errors import LlmOutOfMemory, ParamInvalid
 from ucxkv.holds import Token, token_of
 from ucxkv.numbers import integer, milliseconds
-from ucxkv.spans import distinct
 from ucxkv.types import ALL_LAYERS, Cache, CacheIndex, DataType, KvCacheExtParam
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ class Call(NamedTuple):
     dst_layers: tuple[int, int]
     tensors_per_layer: int
     timeout_ms: float
-    src_blocks: Blocks | None = None
-    dst_blocks: Blocks | None = None
+    src_blocks: BlockList | None = None
+    dst_blocks: BlockList | None = None
     push: bool = False
     notice: bytes | None = None
     hold: Token | None = None
@@ -85,7 +85,7 @@ def _layer_range(value: Any, name: str) -> tuple[int, int]:
     return integer(value[0], name), integer(value[1], name)
 
 
-def block_list(value: Any, name: str) -> NDArray[Any]:
+def block_array(value: Any, name: str) -> NDArray[Any]:
     """`value`, a sequence of integers or an integer array, as a one-dimensional array.
 
     Raises TypeError for anything else.  An array of integers is not copied.
@@ -103,19 +103,27 @@ def block_list(value: Any, name: str) -> NDArray[Any]:
     return array
 
 
+def block_list(value: Any, name: str) -> BlockList:
+    """`value`, as for `block_array`, as a list of its own; its numbers are not checked yet."""
+    array = block_array(value, name)
+    wide = array.dtype.newbyteorder("=") if array.dtype.itemsize >= 4 else np.dtype(np.int32)
+    try:
+        plain = np.ascontiguousarray(array, dtype=wide)
+        return BlockList(plain if plain.flags.aligned else plain.copy())
+    except MemoryError as error:
+        raise LlmOutOfMemory(f"no memory for the list {name}") from error
+
+
 def ascending_blocks(value: Any) -> Blocks | None:
     """A slot, or blocks, as ascending numbers; None stays None."""
     if value is None:
         return None
     if not hasattr(value, "__len__"):
         value = [integer(value, "slot_or_blocks")]
-    return np.unique(_block_numbers(block_list(value, "slot_or_blocks"), "slot_or_blocks"))
-
-
-def _block_numbers(array: NDArray[Any], name: str) -> Blocks:
-    if array.size and (array.min() < 0 or array.max() > np.iinfo(np.uint32).max):
-        raise ParamInvalid(f"{name} has numbers that no block can have")
-    return np.ascontiguousarray(array, dtype=np.uint32)
+    array = np.unique(block_array(value, "slot_or_blocks"))
+    if array.size and (array[0] < 0 or array[-1] > np.iinfo(np.uint32).max):
+        raise ParamInvalid("slot_or_blocks has numbers that no block can have")
+    return array.astype(np.uint32)
 
 
 class Common(NamedTuple):
@@ -183,15 +191,15 @@ def check_blocks(common: Common, src_blocks: Any, dst_blocks: Any) -> Call:
     sources = None if src_blocks is None else block_list(src_blocks, "src_blocks")
     targets = block_list(dst_blocks, "dst_blocks")
     call = check_slots(common, 0, -1)
-    numbers = _block_numbers(targets, "dst_blocks")
-    if not distinct(numbers):
+    if not targets.representable:
+        raise ParamInvalid("dst_blocks has numbers that no block can have")
+    if not targets.distinct():
         raise ParamInvalid("dst_blocks names a block twice")
     if sources is not None and sources.size != targets.size:
         raise ParamInvalid(f"{sources.size} source blocks for {targets.size} destination blocks")
-    return call._replace(
-        src_blocks=None if sources is None else _block_numbers(sources, "src_blocks"),
-        dst_blocks=numbers,
-    )
+    if sources is not None and not sources.representable:
+        raise ParamInvalid("src_blocks has numbers that no block can have")
+    return call._replace(src_blocks=sources, dst_blocks=targets)
 
 
 def _side_layers(layers: tuple[int, int], n: int, num_tensors: int, side: str) -> tuple[int, int]:
@@ -245,8 +253,8 @@ def _check_slots(call: Call, source: Entry, target: Entry) -> None:
         (call.src_blocks, source, "source"),
         (call.dst_blocks, target, "destination"),
     ):
-        if blocks is not None and blocks.size and blocks.max() >= entry.blocks:
-            raise ParamInvalid(f"block {blocks.max()} of a {side} with {entry.blocks} blocks")
+        if blocks is not None and blocks.size and blocks.largest >= entry.blocks:
+            raise ParamInvalid(f"block {blocks.largest} of a {side} with {entry.blocks} blocks")
     if call.src_blocks is None and call.src_batch >= source.blocks:
         raise ParamInvalid(f"batch index {call.src_batch} of a source with {source.blocks} slots")
     if call.dst_blocks is None and call.dst_batch >= target.blocks:

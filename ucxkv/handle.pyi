@@ -1,5 +1,4 @@
-from typing import Any
-
+from ucxkv.blocks import BlockList
 from ucxkv.endpoint import NativeLink
 from ucxkv.memory import LocalCache, RemoteCache
 
@@ -19,8 +18,8 @@ class TransferHandle:
         block_len: int,
         src_block: int = 0,
         dst_block: int = 0,
-        src_blocks: Any = None,
-        dst_blocks: Any = None,
+        src_blocks: BlockList | None = None,
+        dst_blocks: BlockList | None = None,
         attended: bool = False,
         withheld: bool = False,
         hold: tuple[int, int] | None = None,

@@ -1,8 +1,5 @@
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 class Side:
     def __init__(
         self,
@@ -15,7 +12,6 @@ class Side:
         block: int = 0,
     ) -> None: ...
 
-def distinct(blocks: NDArray[np.uint32]) -> bool: ...
 def expand(side: Side, offset: int = 0, limit: int = ...) -> list[tuple[int, int]]: ...
 def pairs(
     source: Side, destination: Side, offset: int = 0, limit: int = ...

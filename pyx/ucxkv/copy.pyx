@@ -11,6 +11,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc, qsort
 from libc.string cimport memcpy, memset
 
+from ucxkv.blocks cimport BlockList
 from ucxkv.core cimport CacheMem, core_idle, core_lock, core_unlock
 from ucxkv.memory cimport LocalCache
 from ucxkv.pthread cimport now_ns
@@ -45,7 +46,8 @@ cdef class Copy:
 
     cdef LocalCache _source
     cdef LocalCache _target
-    cdef uint32_t* _blocks      # the source's, then the destination's
+    cdef BlockList _src_blocks  # kept for their numbers
+    cdef BlockList _dst_blocks
     cdef Geometry _src
     cdef Geometry _dst
     cdef uint64_t _offset
@@ -53,35 +55,23 @@ cdef class Copy:
     def __init__(self, LocalCache source not None, LocalCache target not None, *,
                  uint32_t src_first, uint32_t dst_first, uint32_t tensors, uint64_t block_len,
                  uint64_t src_block=0, uint64_t dst_block=0,
-                 const uint32_t[::1] src_blocks=None, const uint32_t[::1] dst_blocks=None,
+                 BlockList src_blocks=None, BlockList dst_blocks=None,
                  uint64_t offset=0):
-        cdef Py_ssize_t n_src = 0 if src_blocks is None else src_blocks.shape[0]
-        cdef Py_ssize_t n_dst = 0 if dst_blocks is None else dst_blocks.shape[0]
-        if self._blocks != NULL:
+        if self._source is not None:
             raise RuntimeError("already initialised")
         self._source = source
         self._target = target
+        self._src_blocks = src_blocks
+        self._dst_blocks = dst_blocks
         self._offset = offset
-        # Ours from here on: the caller's arrays may change while the GIL is released.
-        self._blocks = <uint32_t*>malloc((n_src + n_dst + 1) * sizeof(uint32_t))
-        if self._blocks == NULL:
-            raise MemoryError
-        if n_src:
-            memcpy(self._blocks, &src_blocks[0], n_src * sizeof(uint32_t))
-        if n_dst:
-            memcpy(self._blocks + n_src, &dst_blocks[0], n_dst * sizeof(uint32_t))
-        set_side(&self._src, source.mem, src_first, tensors, block_len, src_block,
-                 self._blocks if src_blocks is not None else NULL, n_src)
-        set_side(&self._dst, target.mem, dst_first, tensors, block_len, dst_block,
-                 self._blocks + n_src if dst_blocks is not None else NULL, n_dst)
+        set_side(&self._src, source.mem, src_first, tensors, block_len, src_block, src_blocks)
+        set_side(&self._dst, target.mem, dst_first, tensors, block_len, dst_block, dst_blocks)
         if source.core != target.core:
             raise ValueError("the caches belong to two engines")
-        if (not fits(&self._src, source.mem, offset) or not fits(&self._dst, target.mem, offset)
+        if (not fits(&self._src, source.mem, offset, src_blocks)
+                or not fits(&self._dst, target.mem, offset, dst_blocks)
                 or geometry_bytes(&self._src) != geometry_bytes(&self._dst)):
             raise ValueError("a copy would leave the memory of its caches")
-
-    def __dealloc__(self):
-        free(self._blocks)
 
     @property
     def total(self):
@@ -169,31 +159,29 @@ cdef class Copy:
 
 
 cdef void set_side(Geometry* g, const CacheMem* mem, uint32_t first, uint32_t count,
-                   uint64_t block_len, uint64_t block, const uint32_t* blocks,
-                   uint64_t n_blocks) noexcept:
+                   uint64_t block_len, uint64_t block, BlockList blocks) noexcept:
     memset(g, 0, sizeof(Geometry))
     g.addrs = mem.addrs
     g.first = first
     g.count = count
     g.stride = mem.block_bytes
     g.block_len = block_len
-    g.blocks = blocks
     g.block = block
-    g.n_blocks = n_blocks if blocks != NULL else 1
+    g.n_blocks = 1
+    if blocks is not None:
+        g.blocks = blocks.numbers
+        g.n_blocks = blocks.size
 
 
-cdef bint fits(const Geometry* g, const CacheMem* mem, uint64_t offset) noexcept nogil:
-    cdef uint64_t i
+cdef bint fits(const Geometry* g, const CacheMem* mem, uint64_t offset,
+               BlockList blocks) noexcept:
     if g.count > mem.num_tensors or g.first > mem.num_tensors - g.count:
         return False
     if g.block_len > mem.block_bytes or offset > mem.block_bytes - g.block_len:
         return False
-    if g.blocks == NULL:
+    if blocks is None:
         return g.block < mem.blocks
-    for i in range(g.n_blocks):
-        if g.blocks[i] >= mem.blocks:
-            return False
-    return True
+    return blocks.representable and (blocks.size == 0 or blocks.largest < mem.blocks)
 
 
 cdef int by_number(const void* a, const void* b) noexcept nogil:

@@ -4,12 +4,13 @@ cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int64_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 from posix.unistd cimport getpid, write
 
 from ucxkv.errors import LlmError
 
+from ucxkv.blocks cimport BlockList, blocks_share
 from ucxkv.cma cimport cma_drive
 from ucxkv.core cimport (
     DONE,
@@ -100,7 +101,7 @@ cdef class TransferHandle:
                LocalCache local not None, *, bint push, bint get, uint32_t src_first,
                uint32_t dst_first, uint32_t tensors, uint32_t tensors_per_layer,
                uint64_t block_len, uint64_t src_block=0, uint64_t dst_block=0,
-               const uint32_t[::1] src_blocks=None, const uint32_t[::1] dst_blocks=None,
+               BlockList src_blocks=None, BlockList dst_blocks=None,
                bint attended=False, bint withheld=False, hold=None, bytes notice=None):
         """Start moving bytes; does nothing if the transfer has ended already.
 
@@ -114,8 +115,6 @@ cdef class TransferHandle:
         self.ours()
         cdef Transfer* t = self.t
         cdef uint64_t src_len = source_length(block_len, src_blocks, dst_blocks)
-        cdef uint32_t* src_copy = NULL
-        cdef uint32_t* dst_copy = NULL
         cdef Told* told = NULL
         cdef Side near = Side(local.mem.addrs, local.mem.num_tensors, local.mem.blocks,
                               local.mem.block_bytes)
@@ -136,13 +135,10 @@ cdef class TransferHandle:
             word_slot, word = hold
             if word_slot >= MAX_WORDS:
                 raise ValueError("a hold that no engine can have given")
-        # Copied before they are checked: the caller's array may change meanwhile.
+        check_side(&source, src_first, tensors, src_len, src_block, src_blocks)
+        check_side(&target, dst_first, tensors, block_len, dst_block, dst_blocks)
         try:
-            src_copy = copy_blocks(src_blocks)
-            dst_copy = copy_blocks(dst_blocks)
             told = told_new(self.t, notice, word_slot, word if held else 0)
-            check_side(&source, src_first, tensors, src_len, src_block, src_copy, src_blocks)
-            check_side(&target, dst_first, tensors, block_len, dst_block, dst_copy, dst_blocks)
             with nogil:
                 core_lock(self.core)
                 if self.startable(link.link, remote.mem, local.mem):
@@ -154,15 +150,13 @@ cdef class TransferHandle:
                     t.held = held
                     t.withheld = withheld
                     t.notice = told
-                    t.src_blocks = src_copy
-                    t.dst_blocks = dst_copy
                     told = NULL
-                    src_copy = NULL
-                    dst_copy = NULL
                     set_geometry(&t.src_geo, &source, src_first, tensors, src_len, src_block,
-                                 t.src_blocks, src_blocks)
+                                 src_blocks)
                     set_geometry(&t.dst_geo, &target, dst_first, tensors, block_len, dst_block,
-                                 t.dst_blocks, dst_blocks)
+                                 dst_blocks)
+                    t.src_blocks = blocks_share(<uint32_t*>t.src_geo.blocks)
+                    t.dst_blocks = blocks_share(<uint32_t*>t.dst_geo.blocks)
                     t.total = geometry_bytes(&t.dst_geo)
                     t.layer_bytes = block_len * t.dst_geo.n_blocks * tensors_per_layer
                     t.layers = (tensors + tensors_per_layer - 1) // tensors_per_layer
@@ -172,8 +166,6 @@ cdef class TransferHandle:
                 core_unlock(self.core)
         finally:
             free(told)
-            free(src_copy)
-            free(dst_copy)
 
     cdef bint startable(self, Link* link, RemoteMem* remote, CacheMem* local) noexcept nogil:
         """Whether it can still be started; ends it where the link or a cache has gone meanwhile."""
@@ -324,45 +316,42 @@ cdef class TransferHandle:
 
 
 cdef void check_side(const Side* side, uint64_t first, uint64_t tensors, uint64_t length,
-                     uint64_t block, const uint32_t* copied,
-                     const uint32_t[::1] blocks) except *:
-    cdef Py_ssize_t i
+                     uint64_t block, BlockList blocks) except *:
     cdef bint inside = (tensors <= side.num_tensors and first <= side.num_tensors - tensors
                         and length <= side.block_bytes)
     if blocks is None:
         inside = inside and block < side.blocks
     else:
-        for i in range(blocks.shape[0]):
-            inside = inside and copied[i] < side.blocks
+        inside = (inside and blocks.representable
+                  and (blocks.size == 0 or blocks.largest < side.blocks))
     if not inside:
         raise ValueError("a transfer would leave the memory of its cache")
 
 
-cdef uint64_t source_length(uint64_t block_len, const uint32_t[::1] src_blocks,
-                            const uint32_t[::1] dst_blocks) except? 0:
+cdef uint64_t source_length(uint64_t block_len, BlockList src_blocks,
+                            BlockList dst_blocks) except? 0:
     """Bytes of one source block: without a list it is one slot, cut into all destinations."""
     if dst_blocks is None:
         if src_blocks is not None:
             raise ValueError("source blocks without destination blocks")
         return block_len
     if src_blocks is None:
-        return block_len * <uint64_t>dst_blocks.shape[0]
-    if src_blocks.shape[0] != dst_blocks.shape[0]:
+        return block_len * dst_blocks.size
+    if src_blocks.size != dst_blocks.size:
         raise ValueError("block lists differ in length")
     return block_len
 
 
 cdef void set_geometry(Geometry* g, const Side* side, uint32_t first, uint32_t tensors,
-                       uint64_t block_len, uint64_t block, const uint32_t* copied,
-                       const uint32_t[::1] blocks) noexcept nogil:
+                       uint64_t block_len, uint64_t block, BlockList blocks) noexcept nogil:
     g.addrs = side.addrs
     g.first = first
     g.count = tensors
     g.stride = side.block_bytes
     g.block_len = block_len
     g.block = block
-    g.blocks = copied
-    g.n_blocks = 1 if blocks is None else <uint64_t>blocks.shape[0]
+    g.blocks = NULL if blocks is None else blocks.numbers
+    g.n_blocks = 1 if blocks is None else blocks.size
 
 
 cdef Told* told_new(Transfer* t, bytes notice, uint32_t word_slot, uint64_t word) except? NULL:
@@ -380,18 +369,6 @@ cdef Told* told_new(Transfer* t, bytes notice, uint32_t word_slot, uint64_t word
     told.length = <uint32_t>PyBytes_GET_SIZE(notice)
     memcpy(told + 1, PyBytes_AS_STRING(notice), told.length)
     return told
-
-
-cdef uint32_t* copy_blocks(const uint32_t[::1] blocks) except? NULL:
-    cdef uint32_t* copy
-    if blocks is None:
-        return NULL
-    copy = <uint32_t*>malloc(max(1, blocks.shape[0]) * sizeof(uint32_t))
-    if copy == NULL:
-        raise MemoryError
-    if blocks.shape[0]:
-        memcpy(copy, &blocks[0], blocks.shape[0] * sizeof(uint32_t))
-    return copy
 
 
 cdef inline bint reached(const Transfer* t, int64_t layer) noexcept nogil:

@@ -10,9 +10,10 @@ All functions want the engine's lock to be held.
 """
 
 from libc.stdint cimport uint32_t, uint64_t
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
+from ucxkv.blocks cimport blocks_drop, blocks_new
 from ucxkv.core cimport (
     MAX_SERVES,
     MAX_WORDS,
@@ -355,8 +356,8 @@ cdef void drop_incoming(Link* link, Incoming** place) noexcept nogil:
     place[0] = incoming.next
     link.n_incoming -= 1
     link.blocks_held -= incoming.blocks_held
-    free(incoming.src_blocks)
-    free(incoming.dst_blocks)
+    blocks_drop(incoming.src_blocks)
+    blocks_drop(incoming.dst_blocks)
     free(incoming)
 
 
@@ -408,9 +409,9 @@ cdef ucs_status_t on_offer(void* arg, const void* header, size_t header_length, 
     incoming.blocks_held = lists
     link.blocks_held += lists
     if message.offer.src_has_blocks:
-        incoming.src_blocks = <uint32_t*>malloc(message.offer.n_blocks * sizeof(uint32_t))
+        incoming.src_blocks = blocks_new(message.offer.n_blocks)
     if message.offer.dst_has_blocks:
-        incoming.dst_blocks = <uint32_t*>malloc(message.offer.n_blocks * sizeof(uint32_t))
+        incoming.dst_blocks = blocks_new(message.offer.n_blocks)
     link.n_incoming += 1
     tail = &link.incoming
     while tail[0] != NULL:

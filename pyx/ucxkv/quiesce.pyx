@@ -6,9 +6,9 @@ refused however late it comes.  A sender that sees the barrier does not offer ag
 offered before, and ends what it has withheld.
 
 The barriers of a link are numbered in the order in which they are sent, and an ECHO confirms all up
-to its number.  Each is sent once over an endpoint, and names at most REQUEST_BLOCKS blocks.  A link has at most
-MAX_QUIETS of one cache: beyond that they become one for the whole cache, which costs pushes into its
-other blocks until the peer has answered.
+to its number.  Each is sent once over an endpoint, and names at most REQUEST_BLOCKS blocks.  A link
+has at most MAX_QUIETS of one cache: beyond that they become one for the whole cache, which costs
+pushes into its other blocks until the peer has answered.
 
 All functions want the engine's lock to be held.
 """

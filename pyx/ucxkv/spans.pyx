@@ -8,7 +8,7 @@ taken up again at any byte.  Neighbouring blocks come out as one run.
 """
 
 from libc.stdint cimport uint32_t, uint64_t
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdlib cimport free, malloc
 
 
 cdef uint64_t geometry_tensor_bytes(const Geometry* g) noexcept nogil:
@@ -115,40 +115,6 @@ cdef class Side:
     def __dealloc__(self):
         free(self._addrs)
         free(self._blocks)
-
-
-def distinct(const uint32_t[::1] blocks not None):
-    """Whether no number occurs twice.
-
-    Takes a bit of memory for each number up to the largest, and none where they ascend.
-    """
-    cdef uint64_t largest = 0
-    cdef uint64_t* seen
-    cdef uint64_t bit
-    cdef Py_ssize_t i
-    cdef bint ascending = True
-    cdef bint result = True
-    with nogil:
-        for i in range(blocks.shape[0]):
-            if i == 0 or blocks[i] > largest:
-                largest = blocks[i]
-            else:
-                ascending = False
-    if ascending:
-        return True
-    with nogil:
-        seen = <uint64_t*>calloc(largest // 64 + 1, sizeof(uint64_t))
-        if seen != NULL:
-            for i in range(blocks.shape[0]):
-                bit = <uint64_t>1 << (blocks[i] % 64)
-                if seen[blocks[i] // 64] & bit:
-                    result = False
-                    break
-                seen[blocks[i] // 64] |= bit
-    if seen == NULL:
-        raise MemoryError
-    free(seen)
-    return bool(result)
 
 
 def expand(Side side, uint64_t offset=0, uint64_t limit=1 << 62):

@@ -13,6 +13,7 @@ from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport strncpy
 from posix.unistd cimport close, write
 
+from ucxkv.blocks cimport blocks_drop
 from ucxkv.core cimport (
     DONE,
     FAILURES,
@@ -106,8 +107,8 @@ cdef void transfer_unref(Transfer* t) noexcept nogil:
         return
     if t.event_fd >= 0:
         close(t.event_fd)
-    free(t.src_blocks)
-    free(t.dst_blocks)
+    blocks_drop(t.src_blocks)
+    blocks_drop(t.dst_blocks)
     free(t.notice)
     pthread_cond_destroy(&t.cond)
     pthread_mutex_destroy(&t.mutex)

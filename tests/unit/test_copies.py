@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 import ucxkv
 from harness import rounds
 from ucxkv import Cache, CacheDesc, DataType, KvCacheExtParam, LlmDataDist
+from ucxkv.blocks import BlockList
 from ucxkv.copy import Copy
 from ucxkv.errors import KvCacheNotExist, LlmError, ParamInvalid
 
@@ -217,8 +218,8 @@ def test_overlaps(engine: LlmDataDist, data: st.DataObject) -> None:
         dst_first=0,
         tensors=tensors,
         block_len=sizes[0],
-        src_blocks=np.array(sides[0][3][:count], np.uint32),
-        dst_blocks=np.array(sides[1][3][:count], np.uint32),
+        src_blocks=BlockList(np.array(sides[0][3][:count], np.uint32)),
+        dst_blocks=BlockList(np.array(sides[1][3][:count], np.uint32)),
     )
     assert copy.total == tensors * count * sizes[0]
     assert copy.overlaps() == bool(touched[0] & touched[1])
@@ -584,8 +585,8 @@ def test_lists_are_read_once(engine: LlmDataDist) -> None:
             dst_first=0,
             tensors=1,
             block_len=16,
-            src_blocks=numbers,
-            dst_blocks=numbers,
+            src_blocks=BlockList(numbers),
+            dst_blocks=BlockList(numbers),
         )
         numbers[:] = 2**32 - 1
         assert copy.run() == 1
@@ -603,8 +604,9 @@ def test_lists_are_read_once(engine: LlmDataDist) -> None:
         {"offset": 2**64 - 1},
         {"src_block": 4},
         {"dst_block": 2**63},
-        {"dst_blocks": np.array([0, 4], np.uint32)},
-        {"src_blocks": np.array([0, 1], np.uint32)},
+        {"dst_blocks": BlockList(np.array([0, 4], np.uint32))},
+        {"src_blocks": BlockList(np.array([0, 1], np.uint32))},
+        {"src_blocks": BlockList(np.array([2**32])), "dst_blocks": BlockList(np.array([1]))},
     ],
 )
 def test_the_native_copy_stays_inside(engine: LlmDataDist, change: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ucxkv.spans import Side, distinct, expand, pairs
+from ucxkv.spans import Side, expand, pairs
 
 Addresses = NDArray[np.uint64]
 ENDLESS = 1 << 62
@@ -170,51 +170,3 @@ def test_sides_of_different_lengths_are_refused() -> None:
 def test_tensors_out_of_range(first: int, count: int) -> None:
     with pytest.raises(ValueError, match="range"):
         Side([0, 100], first, count, 10, 10)
-
-
-block_lists = st.one_of(
-    st.lists(st.integers(0, 2**32 - 1), max_size=20),
-    st.lists(st.integers(0, 200), max_size=20),
-    st.lists(st.integers(0, 200), max_size=20).map(sorted),
-    st.lists(st.integers(0, 200), max_size=20, unique=True),
-    st.lists(st.integers(0, 200), max_size=20, unique=True).map(sorted),
-)
-
-
-@settings(max_examples=400, deadline=None)
-@given(blocks=block_lists)
-def test_distinct(blocks: list[int]) -> None:
-    assert distinct(np.array(blocks, np.uint32)) is (len(set(blocks)) == len(blocks))
-
-
-@pytest.mark.parametrize(
-    ("blocks", "expected"),
-    [
-        ([], True),
-        ([0], True),
-        ([0, 0], False),
-        ([0, 1], True),
-        ([1, 0], True),
-        ([0, 1, 1], False),
-        ([0, 2, 1], True),
-        ([5, 0, 5], False),
-        ([63, 64, 0, 64], False),
-        ([2**32 - 1], True),
-        ([0, 2**32 - 1], True),
-        ([2**32 - 1, 0], True),
-        ([2**32 - 1, 2**32 - 1], False),
-    ],
-)
-def test_distinct_at_the_edges(blocks: list[int], expected: bool) -> None:
-    assert distinct(np.array(blocks, np.uint32)) is expected
-
-
-def test_distinct_finds_one_repetition_in_a_million() -> None:
-    """Of a list that ascends everywhere else, wherever in it."""
-    ascending = np.arange(0, 2_000_000, 2, dtype=np.uint32)
-    assert distinct(ascending)
-    for place in (1, 500_000, len(ascending) - 1):
-        for other in (0, place - 1):
-            blocks = ascending.copy()
-            blocks[place] = blocks[other]
-            assert not distinct(blocks)
