@@ -45,7 +45,7 @@ def test_the_example_runs(readme: str, tmp_path: Path) -> None:
 def test_both_commands_and_the_missing_rdma_are_on_the_first_screen(readme: str) -> None:
     first = readme.splitlines()[:FIRST_SCREEN]
     assert "pip install . && ucxkv demo" in first
-    assert "pip install '.[test]' && pytest" in first
+    assert "pip install '.[test]' && pytest -n 2" in first
     assert any("No RDMA in the wheel" in line for line in first)
 
 

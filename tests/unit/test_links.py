@@ -333,7 +333,7 @@ def test_unlink(two: tuple[Member, Member]) -> None:
     assert first.unlink(second).status == Status.SUCCESS
     assert first.table.lookup(2) is None
     eventually(lambda: second.state(first) == "down")
-    assert native.closed
+    eventually(lambda: native.closed)
     assert "unlinked" in second.table.infos()[0].error
     assert first.unlink(second).status == Status.SUCCESS
     second.link(first)
