@@ -15,6 +15,7 @@ from ucxkv.types import CacheDesc, CachePlacement, DataType
 if TYPE_CHECKING:
     from ucxkv.endpoint import NativeLink
     from ucxkv.memory import LocalCache, RemoteCache
+    from ucxkv.tensors import Shared
 
     RemoteFactory = Callable[..., RemoteCache]
 
@@ -33,6 +34,7 @@ class LocalEntry:
     blocks: int
     block_bytes: int
     peers: frozenset[int] | None = None
+    shared: Shared | None = None
     message: bytes = field(default=b"", repr=False)  # the encoded wire.CacheEntry
 
     def shown_to(self, cluster_id: int) -> bool:
@@ -101,6 +103,7 @@ def _describe(entry: LocalEntry) -> bytes:
             addresses=addresses,
             regions=regions,
             rkeys=list(rkeys),
+            shared=entry.shared,
         )
     )
     # The rest of a frame is a few bytes.
@@ -148,6 +151,7 @@ def remote_entry(
             addresses=told.addresses,
             regions=told.regions,
             rkeys=told.rkeys,
+            shared=told.shared,
         )
     except (ValueError, OverflowError) as error:
         raise wire.ProtocolError(f"cache {told.cache_id}: {error}") from error

@@ -26,7 +26,7 @@ from ucxkv.notices import Notices
 from ucxkv.options import Options
 from ucxkv.running import Running
 from ucxkv.submission import common, run, run_async
-from ucxkv.tensors import Tensor, allocate, bytes_of, resolve
+from ucxkv.tensors import Shared, Tensor, allocate, bytes_of, resolve
 from ucxkv.transfers import Transfer
 from ucxkv.types import (
     Cache,
@@ -260,6 +260,10 @@ class LlmDataDist:
     ) -> Cache:
         """Register zeroed memory of the library's own, page-aligned, on huge pages where possible.
 
+        Linked processes of the same host that may read this one's memory map it, and then pull from
+        it without the kernel's help, half as fast again.  It is a file in memory (two descriptors),
+        which a forked child shares with its parent.
+
         `access` and `peers` are those of `register_kv_cache`.
 
         The cache's `tensors` are NumPy arrays; types that NumPy lacks come as unsigned integers.
@@ -272,10 +276,10 @@ class LlmDataDist:
             raise ParamInvalid(f"access must be one of 'r', 'rw' and '', not {access!r}")
         if not isinstance(access, str):
             raise TypeError(f"access must be a string, not {type(access).__name__}")
-        arrays = allocate(cache_desc)
+        arrays, shared = allocate(cache_desc)
         addresses = [array.ctypes.data for array in arrays]
         found, desc = resolve(addresses, cache_desc)
-        cache = self._register(running, found, desc, access, peers, arrays)
+        cache = self._register(running, found, desc, access, peers, arrays, shared)
         cache.tensors = tuple(arrays)
         return cache
 
@@ -287,6 +291,7 @@ class LlmDataDist:
         access: str,
         peers: Collection[int] | None,
         hold: object = None,
+        shared: Shared | None = None,
     ) -> Cache:
         shown = None if peers is None else cluster_numbers(peers)
         nbytes = bytes_of(found, desc)
@@ -318,6 +323,7 @@ class LlmDataDist:
             blocks=blocks,
             block_bytes=nbytes // blocks,
             peers=shown,
+            shared=shared,
         )
         running.holds[cache_id] = hold or [tensor.hold for tensor in found]
         try:

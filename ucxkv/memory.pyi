@@ -42,6 +42,7 @@ class RemoteCache:
         addresses: bytes,
         regions: bytes,
         rkeys: list[bytes],
+        shared: tuple[int, int, int, int] | None = None,
     ) -> None: ...
     def retire(self) -> None: ...
     @property

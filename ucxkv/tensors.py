@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import operator
+import os
+import weakref
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -249,10 +252,20 @@ def bytes_of(tensors: list[Tensor], desc: CacheDesc) -> int:
     return prod(desc.shape) * desc.data_type.itemsize
 
 
-def allocate(desc: CacheDesc) -> list[np.ndarray[Any, Any]]:
-    """Page-aligned zeroed arrays for `desc`, in one mapping, on huge pages where possible.
+class Shared(NamedTuple):
+    """A file that memory is a mapping of, so that other processes of the host can map it too."""
 
-    Types that NumPy lacks (BF16, the 8-bit floats) come as unsigned integers of their size.
+    fd: int
+    inode: int
+    base: int  # address of its first byte in this process
+    length: int
+
+
+def allocate(desc: CacheDesc) -> tuple[list[np.ndarray[Any, Any]], Shared | None]:
+    """Page-aligned zeroed arrays for `desc`, in one mapping, and the file that it is of.
+
+    The memory lives for as long as an array does, and the file's descriptor with it.  Types that
+    NumPy lacks (BF16, the 8-bit floats) come as unsigned integers of their size.
     """
     desc = _plain(desc)
     if desc.data_type is DataType.UNDEFINED:
@@ -262,20 +275,46 @@ def allocate(desc: CacheDesc) -> list[np.ndarray[Any, Any]]:
     dtype = _numpy_dtype(desc.data_type)
     nbytes = prod(desc.shape) * dtype.itemsize
     pitch = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = desc.num_tensors * pitch + _HUGE_PAGE
+    fd = _sealed_file(length)
     try:
-        mapping = mmap.mmap(-1, desc.num_tensors * pitch + _HUGE_PAGE)
+        mapping = mmap.mmap(-1 if fd is None else fd, length)
     except (OSError, OverflowError, ValueError) as error:
+        if fd is not None:
+            os.close(fd)
         raise LlmOutOfMemory(f"cannot map {desc.num_tensors * pitch} bytes: {error}") from error
+    if fd is not None:
+        weakref.finalize(mapping, os.close, fd)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # A kernel without transparent huge pages has ordinary ones.
+        # A kernel without transparent huge pages, or without those of files, has ordinary ones.
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(mapping, dtype=np.uint8)
     start = -whole.ctypes.data % _HUGE_PAGE
-    return [
+    arrays = [
         whole[start + i * pitch : start + i * pitch + nbytes].view(dtype).reshape(desc.shape)
         for i in range(desc.num_tensors)
     ]
+    if fd is None:
+        return arrays, None
+    return arrays, Shared(fd, os.fstat(fd).st_ino, whole.ctypes.data, length)
+
+
+def _sealed_file(length: int) -> int | None:
+    """A file in memory that never changes its length; None where there is none to be had."""
+    try:
+        fd = os.memfd_create("ucxkv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (OSError, AttributeError):
+        return None
+    try:
+        os.ftruncate(fd, length)
+        # Who maps it is killed by reading beyond its end.
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    except (OSError, OverflowError, AttributeError):
+        os.close(fd)
+        return None
+    return fd
 
 
 def _numpy_dtype(data_type: DataType) -> np.dtype[Any]:

@@ -16,7 +16,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 OPENING_LIMIT = 4096
 FRAME_LIMIT = 16 << 20
@@ -134,6 +134,9 @@ class CacheEntry(Message, tag=6):
     addresses: bytes
     regions: bytes
     rkeys: list[bytes]
+    # The file of its memory, for processes of the same host: the owner's descriptor, the inode, the
+    # owner's address of its first byte, and its length.
+    shared: tuple[Annotated[int, msgspec.Meta(ge=0, le=0x7FFFFFFF)], U64, U64, U64] | None = None
 
 
 class Register(Message, tag=7):

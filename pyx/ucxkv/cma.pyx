@@ -19,7 +19,11 @@ A batch that comes short is an error, unless the word has changed.  It is not le
 
 from libc.errno cimport EPERM, errno
 from libc.stdint cimport uint32_t, uint64_t
-from posix.unistd cimport read
+from libc.stdio cimport snprintf
+from libc.string cimport memcpy
+from posix.fcntl cimport O_CLOEXEC, O_RDONLY, fcntl, open
+from posix.types cimport off_t
+from posix.unistd cimport close, read
 
 from ucxkv.core cimport (
     GET_MAX,
@@ -29,6 +33,7 @@ from ucxkv.core cimport (
     Core,
     GetOp,
     Link,
+    RemoteMem,
     Transfer,
     core_lock,
     core_unlock,
@@ -38,6 +43,7 @@ from ucxkv.core cimport (
 from ucxkv.lanes cimport lanes_use
 from ucxkv.spans cimport cursor_advance, cursor_run
 from ucxkv.transfer cimport (
+    remote_free,
     transfer_advance,
     transfer_collect,
     transfer_end,
@@ -54,6 +60,25 @@ cdef extern from "<sys/uio.h>" nogil:
         size_t iov_len
     ssize_t process_vm_readv(int pid, const iovec* local, unsigned long local_count,
                              const iovec* remote, unsigned long remote_count, unsigned long flags)
+
+
+cdef extern from "<fcntl.h>" nogil:
+    int F_GET_SEALS
+    int F_SEAL_SHRINK
+
+
+cdef extern from "<sys/mman.h>" nogil:
+    void* mmap(void* addr, size_t length, int prot, int flags, int fd, long offset)
+    int PROT_READ
+    int MAP_SHARED
+    void* MAP_FAILED
+
+
+cdef extern from "<sys/stat.h>" nogil:
+    ctypedef struct stat_t "struct stat":
+        uint64_t st_ino
+        off_t st_size
+    int fstat(int fd, stat_t* found)
 
 
 cdef enum:
@@ -78,6 +103,8 @@ cdef struct Batch:
     uint64_t length             # with the word
     uint64_t word
     int pid
+    char* mapped                # where the owner's memory from `far_base` on is here, or NULL
+    uint64_t far_base
     GetOp* op
 
 
@@ -101,6 +128,53 @@ cdef bint read_word(int pid, uint64_t address, uint64_t* word) noexcept nogil:
     return process_vm_readv(pid, &near, 1, &far, 1, 0) == sizeof(uint64_t)
 
 
+cdef void map_shared(RemoteMem* far, Link* link, int pid) noexcept nogil:
+    """Map the memory of a cache whose owner shares it, if it is what it should be."""
+    cdef char[32] path
+    cdef stat_t found
+    cdef uint64_t word = 0
+    cdef void* mapped
+    cdef int fd, seals
+    if far.shared_length == 0:
+        return
+    snprintf(path, sizeof(path), b"/proc/%d/fd/%d", pid, far.shared_fd)
+    fd = open(path, O_RDONLY | O_CLOEXEC)
+    if fd < 0:
+        return
+    seals = fcntl(fd, F_GET_SEALS)
+    # A file that can get shorter would be the end of who reads it.  The word is asked for last:
+    # then it was that process whose descriptor this is.
+    if (seals >= 0 and seals & F_SEAL_SHRINK and fstat(fd, &found) == 0
+            and found.st_ino == far.shared_inode and found.st_size >= <off_t>far.shared_length
+            and read_word(pid, link.words_address, &word) and word == link.word0):
+        mapped = mmap(NULL, far.shared_length, PROT_READ, MAP_SHARED, fd, 0)
+        if mapped != MAP_FAILED:
+            far.mapped = mapped
+    close(fd)
+
+
+cdef void gather(const Batch* batch) noexcept nogil:
+    """Copy what `far` names from where it is mapped; the word is not part of it."""
+    cdef uint64_t left = batch.length - sizeof(uint64_t)
+    cdef uint64_t far_done = 0, near_done = 0, length
+    cdef uint32_t i = 0, j = 0
+    while left > 0:
+        length = min(batch.far.of[i].iov_len - far_done, batch.near.of[j].iov_len - near_done)
+        length = min(length, left)
+        memcpy(<char*>batch.near.of[j].iov_base + near_done,
+               batch.mapped + (<uint64_t>batch.far.of[i].iov_base + far_done - batch.far_base),
+               length)
+        left -= length
+        far_done += length
+        near_done += length
+        if far_done == batch.far.of[i].iov_len:
+            i += 1
+            far_done = 0
+        if near_done == batch.near.of[j].iov_len:
+            j += 1
+            near_done = 0
+
+
 cdef inline void add(Ranges* ranges, uint64_t address, uint64_t length) noexcept nogil:
     cdef iovec* last = &ranges.of[ranges.count - 1]
     if ranges.count > 0 and <uint64_t>last.iov_base + last.iov_len == address:
@@ -116,7 +190,12 @@ cdef bint claim(Transfer* t, Batch* batch, uint64_t limit) noexcept nogil:
     cdef uint64_t source = 0, target = 0, length
     if t.state != RUNNING or t.direct == 0 or t.posted >= t.total or t.queued >= GET_RING:
         return False
+    if not t.far.map_tried:
+        t.far.map_tried = True
+        map_shared(t.far, t.link, t.direct)
     batch.pid = t.direct
+    batch.mapped = <char*>t.far.mapped
+    batch.far_base = t.far.shared_base
     batch.length = 0
     batch.far.count = 0
     batch.near.count = 0
@@ -179,9 +258,14 @@ cdef bint copy_batch(Transfer* t, uint64_t limit) noexcept nogil:
         return False
     address = word_address(t)
     core_unlock(core)
-    whole = process_vm_readv(batch.pid, batch.near.of, batch.near.count, batch.far.of,
-                             batch.far.count, 0) == <ssize_t>batch.length
-    told = whole or read_word(batch.pid, address, &batch.word)
+    if batch.mapped != NULL:
+        gather(&batch)
+        # The call is a barrier too: nothing of the above is read after the word.
+        whole = told = read_word(batch.pid, address, &batch.word)
+    else:
+        whole = process_vm_readv(batch.pid, batch.near.of, batch.near.count, batch.far.of,
+                                 batch.far.count, 0) == <ssize_t>batch.length
+        told = whole or read_word(batch.pid, address, &batch.word)
     denied = not told and errno == EPERM
     core_lock(core)
     if denied:
@@ -244,9 +328,17 @@ cdef bint serve_links(Core* core) noexcept nogil:
 cdef void* cma_main(void* arg) noexcept nogil:
     """The copying thread: works for transfers that nobody waits for, or that are large."""
     cdef Core* core = <Core*>arg
+    cdef RemoteMem* remote
     cdef uint64_t drained
     core_lock(core)
-    while not core.stop_copier:
+    while core.unmaps != NULL or not core.stop_copier:
+        if core.unmaps != NULL:
+            remote = core.unmaps
+            core.unmaps = remote.next
+            core_unlock(core)
+            remote_free(remote)
+            core_lock(core)
+            continue
         if serve_links(core):
             core_unlock(core)
             core_lock(core)

@@ -333,8 +333,9 @@ cdef struct CacheMem:
 
 cdef struct RemoteMem:
     # Memory of a peer, as its catalogue told.
+    Core* core
     int refs
-    RemoteMem* next             # of the same link
+    RemoteMem* next             # of the same link, or to be unmapped
     Link* link
     int64_t cache_id
     uint64_t generation
@@ -349,6 +350,13 @@ cdef struct RemoteMem:
     ucp_rkey_h* rkeys
     bint retired
     uint32_t active
+    # Memory that the owner shares by a file, which processes of its host can map.
+    int shared_fd               # the owner's descriptor
+    uint64_t shared_inode
+    uint64_t shared_base        # the owner's address of its first byte
+    uint64_t shared_length      # 0: it shares none
+    void* mapped                # where we have mapped it; NULL: not
+    bint map_tried
 
 
 cdef struct Link:
@@ -448,6 +456,7 @@ cdef struct Core:
     int n_am
     Link** links                # by slot
     Link* first_link
+    RemoteMem* unmaps           # what nobody refers to any more, for the copying thread
     Link* next_copy             # whose turn it is with the copying thread; NULL: the first
     uint32_t n_direct           # transfers that are copied by cma.pyx
     Transfer** transfers        # by index

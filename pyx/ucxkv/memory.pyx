@@ -411,17 +411,34 @@ cdef void end_serves(Core* core, CacheMem* mem) noexcept nogil:
         link = link.next
 
 
+cdef bint inside_shared(const RemoteMem* mem) noexcept nogil:
+    """Whether all tensors lie in the file that the owner shares."""
+    cdef uint64_t length, offset
+    cdef uint32_t i
+    if mem.blocks and mem.block_bytes > mem.shared_length // mem.blocks:
+        return False
+    length = mem.blocks * mem.block_bytes
+    for i in range(mem.num_tensors):
+        offset = mem.addrs[i] - mem.shared_base
+        if mem.addrs[i] < mem.shared_base or offset > mem.shared_length - length:
+            return False
+    return True
+
+
 @cython.no_gc
 cdef class RemoteCache:
     """A peer's cache as its catalogue described it.
 
     `addresses` and `regions` are packed as :meth:`LocalCache.export` gives them; the cache has
-    `num_tensors` tensors of `blocks * block_bytes` bytes each.
+    `num_tensors` tensors of `blocks * block_bytes` bytes each.  `shared` is the file of its memory,
+    if processes of the owner's host can map it: descriptor, inode, address of its first byte there,
+    and length.
     """
 
     def __init__(self, NativeLink link not None, *, int64_t cache_id, uint64_t generation,
                  uint32_t slot, uint32_t num_tensors, uint64_t blocks, uint64_t block_bytes,
-                 bytes addresses not None, bytes regions not None, list rkeys not None):
+                 bytes addresses not None, bytes regions not None, list rkeys not None,
+                 shared=None):
         cdef RemoteMem* mem
         cdef uint32_t i
         cdef Py_ssize_t size
@@ -437,6 +454,7 @@ cdef class RemoteCache:
         self.core = link.core
         self._link = link
         self.mem = mem
+        mem.core = link.core
         mem.refs = 1
         mem.cache_id = cache_id
         mem.generation = generation
@@ -463,6 +481,10 @@ cdef class RemoteCache:
             memcpy(mem.packed[i], PyBytes_AS_STRING(rkey), size)
         for i in range(num_tensors):
             if mem.n_regions and mem.region_of[i] >= mem.n_regions:
+                raise ValueError("a catalogue entry contradicts itself")
+        if shared is not None:
+            mem.shared_fd, mem.shared_inode, mem.shared_base, mem.shared_length = shared
+            if not inside_shared(mem):
                 raise ValueError("a catalogue entry contradicts itself")
         with nogil:
             core_lock(self.core)

@@ -25,3 +25,4 @@ cdef Transfer* transfer_find(Core* core, Link* link, uint64_t number) noexcept n
 cdef void answer_later(Link* link, uint64_t offer, uint32_t status, uint32_t path,
                        uint64_t spans) noexcept nogil
 cdef void remote_unref(RemoteMem* r) noexcept nogil
+cdef void remote_free(RemoteMem* r) noexcept nogil

@@ -64,6 +64,10 @@ from ucxkv.pthread cimport (
 from ucxkv.ucp cimport UCS_OK, ucs_status_t
 
 
+cdef extern from "<sys/mman.h>" nogil:
+    int munmap(void* addr, size_t length)
+
+
 cdef enum:
     # How long a fence lets operations in flight end by themselves (on one host they always do)
     # before it closes the endpoint under them, which also interrupts the neighbours.
@@ -117,10 +121,22 @@ cdef void transfer_unref(Transfer* t) noexcept nogil:
 
 cdef void remote_unref(RemoteMem* r) noexcept nogil:
     """Give one reference back; the last one frees (its rkeys go with the endpoint)."""
-    cdef uint32_t i
     r.refs -= 1
     if r.refs > 0:
         return
+    if r.mapped != NULL and r.core.copier_running:
+        # Unmapping much takes long, and others want the lock.
+        r.next = r.core.unmaps
+        r.core.unmaps = r
+        core_wake_copier(r.core)
+    else:
+        remote_free(r)
+
+
+cdef void remote_free(RemoteMem* r) noexcept nogil:
+    cdef uint32_t i
+    if r.mapped != NULL:
+        munmap(r.mapped, r.shared_length)
     if r.packed != NULL:
         for i in range(r.n_regions):
             free(r.packed[i])

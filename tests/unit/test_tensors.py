@@ -176,7 +176,7 @@ def test_device_memory() -> None:
 
 @pytest.mark.parametrize("data_type", [one for one in DataType if one is not DataType.UNDEFINED])
 def test_allocate(data_type: DataType) -> None:
-    arrays = allocate(CacheDesc(3, (2, 5), data_type))
+    arrays, _ = allocate(CacheDesc(3, (2, 5), data_type))
     spans = set()
     for one in arrays:
         assert one.shape == (2, 5)
