@@ -154,6 +154,7 @@ def test_kv_pull_between_nodes(tmp_path: Path) -> None:
     [
         ("latency.py", ("--size", 4096, "--pulls", 20), {"latency": 6}),
         ("fairness.py", ("--huge", 8, "--rounds", 1), {"fairness": 2}),
+        ("planning.py", ("--spans", 1000, "--rounds", 2), {"planning": 4}),
         ("registration.py", ("--tiny", "--caches", 5, 10, "--rounds", 2), {"many_caches": 4}),
         ("scale.py", ("--links", 2, "--seconds", 0.2), {"scale": 2}),
         ("call_cost.py", ("--rounds", 2), {"call": 6, "gil": 2}),
