@@ -62,6 +62,13 @@ cdef extern from "<sys/uio.h>" nogil:
                              const iovec* remote, unsigned long remote_count, unsigned long flags)
 
 
+cdef extern from *:
+    """
+    #define load_barrier() __atomic_thread_fence(__ATOMIC_ACQUIRE)
+    """
+    void load_barrier() noexcept nogil
+
+
 cdef extern from "<fcntl.h>" nogil:
     int F_GET_SEALS
     int F_SEAL_SHRINK
@@ -260,7 +267,8 @@ cdef bint copy_batch(Transfer* t, uint64_t limit) noexcept nogil:
     core_unlock(core)
     if batch.mapped != NULL:
         gather(&batch)
-        # The call is a barrier too: nothing of the above is read after the word.
+        # The word after all of that, as the kernel does it in the other case.
+        load_barrier()
         whole = told = read_word(batch.pid, address, &batch.word)
     else:
         whole = process_vm_readv(batch.pid, batch.near.of, batch.near.count, batch.far.of,
