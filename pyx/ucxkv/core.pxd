@@ -81,6 +81,7 @@ cdef struct Worker:
     ucp_context_h context
     ucp_worker_h worker
     int event_fd
+    uint32_t vain               # how often in a row it had something to do that was nothing
 
 
 cdef struct Plane:

@@ -18,6 +18,7 @@ from ucxkv.core cimport (
     Link,
     RemoteMem,
     Transfer,
+    Worker,
     core_idle,
     core_lock,
     core_notify,
@@ -56,6 +57,9 @@ cdef enum:
     SLEEP_IDLE_NS = 1000000000
     SLEEP_BUSY_NS = 5000000
     SLEEP_CLOSING_NS = 500000
+    # A TCP connection whose peer has not answered yet is always ready to be written to, for UCX.
+    VAIN_WAKES = 4
+    SLEEP_VAIN_NS = 200000
     LINGER_NS = 100000000
 
 
@@ -185,13 +189,20 @@ cdef void run_timers(Core* core, uint64_t now) noexcept nogil:
 
 cdef bint progress(Core* core) noexcept nogil:
     """One round over all workers; True if any of them did something."""
-    cdef unsigned int count = 0
+    cdef bint moved = False
     cdef int i
     for i in range(core.n_am):
-        count += ucp_worker_progress(core.am[i].worker)
+        moved = progress_worker(&core.am[i]) or moved
     if core.rma.worker != NULL:
-        count += ucp_worker_progress(core.rma.worker)
-    return count > 0
+        moved = progress_worker(&core.rma) or moved
+    return moved
+
+
+cdef inline bint progress_worker(Worker* worker) noexcept nogil:
+    if ucp_worker_progress(worker.worker) == 0:
+        return False
+    worker.vain = 0
+    return True
 
 
 cdef bint step_links(Core* core, uint64_t now) noexcept nogil:
@@ -239,7 +250,8 @@ cdef uint64_t sleep_limit(Core* core) noexcept nogil:
 cdef void nap(Core* core, uint64_t now) noexcept nogil:
     """Sleep until a worker, another thread or a timer wants something; called with the lock."""
     cdef pollfd fds[MAX_AM_WORKERS + 2]
-    cdef unsigned long count = 0
+    cdef Worker* workers[MAX_AM_WORKERS + 2]
+    cdef unsigned long count = 1, place
     cdef uint64_t until = now + sleep_limit(core), drained
     cdef timespec duration
     cdef int i
@@ -247,23 +259,31 @@ cdef void nap(Core* core, uint64_t now) noexcept nogil:
         until = core.next_deadline
     if until <= now:
         return
-    fds[0].fd = core.wake_fd
-    fds[0].events = POLLIN
-    count = 1
     for i in range(core.n_am):
-        fds[count].fd = core.am[i].event_fd
-        fds[count].events = POLLIN
+        workers[count] = &core.am[i]
         count += 1
     if core.rma.worker != NULL:
-        fds[count].fd = core.rma.event_fd
-        fds[count].events = POLLIN
+        workers[count] = &core.rma
         count += 1
+    fds[0].fd = core.wake_fd
+    fds[0].events = POLLIN
+    for place in range(1, count):
+        fds[place].fd = workers[place].event_fd
+        fds[place].events = POLLIN
+        fds[place].revents = 0
+        if workers[place].vain >= VAIN_WAKES:
+            # Left alone this once.
+            fds[place].fd = -1
+            workers[place].vain -= 1
+            until = min(until, now + SLEEP_VAIN_NS)
     core.asleep = True
     core.sleep_until = until
     core_unlock(core)
     duration = to_timespec(until - now)
     ppoll(fds, count, &duration, NULL)
     core_lock(core)
+    for place in range(1, count):
+        workers[place].vain += fds[place].revents != 0
     core.asleep = False
     core.sleep_until = 0
     read(core.wake_fd, &drained, sizeof(drained))
