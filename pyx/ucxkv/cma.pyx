@@ -102,10 +102,12 @@ cdef bint read_word(int pid, uint64_t address, uint64_t* word) noexcept nogil:
 
 
 cdef inline void add(Ranges* ranges, uint64_t address, uint64_t length) noexcept nogil:
-    cdef iovec* last = &ranges.of[ranges.count - 1]
-    if ranges.count > 0 and <uint64_t>last.iov_base + last.iov_len == address:
-        last.iov_len += length
-        return
+    cdef iovec* last
+    if ranges.count > 0:
+        last = &ranges.of[ranges.count - 1]
+        if <uint64_t>last.iov_base + last.iov_len == address:
+            last.iov_len += length
+            return
     ranges.of[ranges.count].iov_base = <void*>address
     ranges.of[ranges.count].iov_len = length
     ranges.count += 1

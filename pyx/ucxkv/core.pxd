@@ -182,9 +182,9 @@ cdef struct SendOp:
     Serve* serve
     void* buffer                # pack buffer, or NULL
     uint64_t length
-    uint32_t header_length
-    uint8_t header[192]
     void* payload               # malloc'd with the message, or NULL
+    uint8_t header[192]         # aligned: structs are written to it
+    uint32_t header_length
 
 
 cdef struct Serve:

@@ -110,8 +110,9 @@ cdef void pump_told(Link* link) noexcept nogil:
 
 cdef ucs_status_t on_noted(void* arg, const void* header, size_t header_length, void* data,
                            size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const Head* head = <const Head*>header
-    cdef Link* link = message_link(<Core*>arg, head, header_length, sizeof(Head), param)
+    cdef Head head
+    cdef Link* link = message_link(<Core*>arg, header, header_length, &head, sizeof(Head),
+                                   param)
     cdef Told* told
     cdef Transfer* t
     if link == NULL or head.transfer > link.notices_sent:
@@ -134,9 +135,10 @@ cdef ucs_status_t on_noted(void* arg, const void* header, size_t header_length, 
 
 cdef ucs_status_t on_notice(void* arg, const void* header, size_t header_length, void* data,
                             size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const NoticeMessage* message = <const NoticeMessage*>header
+    cdef NoticeMessage message
     cdef Core* core = <Core*>arg
-    cdef Link* link = message_link(core, &message.head, header_length, sizeof(NoticeMessage), param)
+    cdef Link* link = message_link(core, header, header_length, &message, sizeof(NoticeMessage),
+                                   param)
     cdef Notice* notice
     cdef uint64_t one = 1, number
     if link == NULL or length > NOTICE_MAX:

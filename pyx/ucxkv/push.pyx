@@ -177,9 +177,10 @@ cdef void pump_offers(Link* link) noexcept nogil:
 
 cdef ucs_status_t on_answer(void* arg, const void* header, size_t header_length, void* data,
                             size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const AnswerMessage* message = <const AnswerMessage*>header
+    cdef AnswerMessage message
     cdef const Head* head = &message.head
-    cdef Link* link = message_link(<Core*>arg, head, header_length, sizeof(AnswerMessage), param)
+    cdef Link* link = message_link(<Core*>arg, header, header_length, &message,
+                                   sizeof(AnswerMessage), param)
     cdef Transfer* t
     if link == NULL:
         return UCS_OK
@@ -380,9 +381,10 @@ cdef void pump_incoming(Link* link) noexcept nogil:
 
 cdef ucs_status_t on_offer(void* arg, const void* header, size_t header_length, void* data,
                            size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const OfferMessage* message = <const OfferMessage*>header
+    cdef OfferMessage message
     cdef Core* core = <Core*>arg
-    cdef Link* link = message_link(core, &message.head, header_length, sizeof(OfferMessage), param)
+    cdef Link* link = message_link(core, header, header_length, &message, sizeof(OfferMessage),
+                                   param)
     cdef Incoming* incoming
     cdef Incoming** tail
     cdef CacheMem* mem = NULL
@@ -428,8 +430,8 @@ cdef ucs_status_t on_offer(void* arg, const void* header, size_t header_length, 
 cdef ucs_status_t on_offer_blocks(void* arg, const void* header, size_t header_length, void* data,
                                   size_t length,
                                   const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const BlocksMessage* message = <const BlocksMessage*>header
-    cdef Link* link = message_link(<Core*>arg, &message.head, header_length,
+    cdef BlocksMessage message
+    cdef Link* link = message_link(<Core*>arg, header, header_length, &message,
                                    sizeof(BlocksMessage), param)
     cdef Incoming* incoming
     cdef uint32_t* list

@@ -257,8 +257,9 @@ cdef bint send_barrier(Link* link, const Quiet* quiet) noexcept nogil:
 
 cdef ucs_status_t on_echo(void* arg, const void* header, size_t header_length, void* data,
                           size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const Head* head = <const Head*>header
-    cdef Link* link = message_link(<Core*>arg, head, header_length, sizeof(Head), param)
+    cdef Head head
+    cdef Link* link = message_link(<Core*>arg, header, header_length, &head, sizeof(Head),
+                                   param)
     if link == NULL or head.transfer > link.barriers_sent:
         return UCS_OK
     if head.transfer > link.echoed:
@@ -271,15 +272,15 @@ cdef ucs_status_t on_echo(void* arg, const void* header, size_t header_length, v
 
 cdef ucs_status_t on_barrier(void* arg, const void* header, size_t header_length, void* data,
                              size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const BarrierMessage* message = <const BarrierMessage*>header
-    cdef Link* link = message_link(<Core*>arg, &message.head, header_length,
-                                   sizeof(BarrierMessage), param)
+    cdef BarrierMessage message
+    cdef Link* link = message_link(<Core*>arg, header, header_length, &message, sizeof(BarrierMessage),
+                                   param)
     cdef const uint32_t* blocks
     if link == NULL:
         return UCS_OK
     blocks = <const uint32_t*>data if message.head.status == LISTED_BLOCKS else NULL
-    outdate(link.transfers, link.n_transfers, message, blocks, length // sizeof(uint32_t))
-    outdate(link.withheld, link.n_withheld, message, blocks, length // sizeof(uint32_t))
+    outdate(link.transfers, link.n_transfers, &message, blocks, length // sizeof(uint32_t))
+    outdate(link.withheld, link.n_withheld, &message, blocks, length // sizeof(uint32_t))
     if message.head.transfer > link.echo_due:
         link.echo_due = message.head.transfer
         link.dirty = True

@@ -182,9 +182,10 @@ cdef void pump_cancels(Link* link) noexcept nogil:
 
 cdef ucs_status_t on_data(void* arg, const void* header, size_t header_length, void* data,
                           size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const Data* message = <const Data*>header
+    cdef Data message
     cdef const uint8_t* source = <const uint8_t*>data
-    cdef Link* link = message_link(<Core*>arg, &message.head, header_length, sizeof(Data), param)
+    cdef Link* link = message_link(<Core*>arg, header, header_length, &message, sizeof(Data),
+                                   param)
     cdef Transfer* t
     cdef uint64_t run, target = 0
     if link == NULL:
@@ -210,8 +211,9 @@ cdef ucs_status_t on_data(void* arg, const void* header, size_t header_length, v
 
 cdef ucs_status_t on_end(void* arg, const void* header, size_t header_length, void* data,
                          size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const Head* head = <const Head*>header
-    cdef Link* link = message_link(<Core*>arg, head, header_length, sizeof(Head), param)
+    cdef Head head
+    cdef Link* link = message_link(<Core*>arg, header, header_length, &head, sizeof(Head),
+                                   param)
     cdef Transfer* t
     if link == NULL:
         return UCS_OK
@@ -315,9 +317,9 @@ cdef void end_serve(Serve* serve, uint32_t status) noexcept nogil:
 
 cdef ucs_status_t on_request(void* arg, const void* header, size_t header_length, void* data,
                              size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const Request* r = <const Request*>header
+    cdef Request r
     cdef Core* core = <Core*>arg
-    cdef Link* link = message_link(core, &r.head, header_length, sizeof(Request), param)
+    cdef Link* link = message_link(core, header, header_length, &r, sizeof(Request), param)
     cdef CacheMem* mem = NULL
     cdef Serve* serve
     cdef Serve** tail
@@ -326,7 +328,7 @@ cdef ucs_status_t on_request(void* arg, const void* header, size_t header_length
     # A peer that asks but does not read gets nothing queued for it without bound.
     if link == NULL or link.n_serves >= MAX_SERVES or link.am.outstanding > MAX_OUTSTANDING:
         return UCS_OK
-    status = check_request(core, link, r, &mem, &offered)
+    status = check_request(core, link, &r, &mem, &offered)
     serve = <Serve*>calloc(1, sizeof(Serve))
     if serve == NULL:
         return UCS_OK
@@ -379,8 +381,9 @@ cdef Serve* find_serve(Link* link, uint64_t number) noexcept nogil:
 
 cdef ucs_status_t on_blocks(void* arg, const void* header, size_t header_length, void* data,
                             size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const Blocks* message = <const Blocks*>header
-    cdef Link* link = message_link(<Core*>arg, &message.head, header_length, sizeof(Blocks), param)
+    cdef Blocks message
+    cdef Link* link = message_link(<Core*>arg, header, header_length, &message, sizeof(Blocks),
+                                   param)
     cdef Serve* serve
     if link == NULL:
         return UCS_OK
@@ -396,8 +399,9 @@ cdef ucs_status_t on_blocks(void* arg, const void* header, size_t header_length,
 
 cdef ucs_status_t on_cancel(void* arg, const void* header, size_t header_length, void* data,
                             size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const Head* head = <const Head*>header
-    cdef Link* link = message_link(<Core*>arg, head, header_length, sizeof(Head), param)
+    cdef Head head
+    cdef Link* link = message_link(<Core*>arg, header, header_length, &head, sizeof(Head),
+                                   param)
     cdef Serve* serve
     cdef Transfer* t
     cdef Incoming* offer
