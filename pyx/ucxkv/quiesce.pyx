@@ -279,18 +279,19 @@ cdef ucs_status_t on_barrier(void* arg, const void* header, size_t header_length
     if link == NULL:
         return UCS_OK
     blocks = <const uint32_t*>data if message.head.status == LISTED_BLOCKS else NULL
-    outdate(link.transfers, link.n_transfers, &message, blocks, length // sizeof(uint32_t))
-    outdate(link.withheld, link.n_withheld, &message, blocks, length // sizeof(uint32_t))
+    outdate(link, &message, blocks, length // sizeof(uint32_t))
     if message.head.transfer > link.echo_due:
         link.echo_due = message.head.transfer
         link.dirty = True
     return UCS_OK
 
 
-cdef void outdate(Transfer* t, uint32_t left, const BarrierMessage* message,
-                  const uint32_t* blocks, uint64_t n_blocks) noexcept nogil:
-    """Have the pushes of a ring not be offered, or offered again, that a barrier speaks of."""
+cdef void outdate(Link* link, const BarrierMessage* message, const uint32_t* blocks,
+                  uint64_t n_blocks) noexcept nogil:
+    """Have the pushes not be offered, or offered again, that a barrier speaks of."""
+    cdef Transfer* t = link.transfers
     cdef Transfer* following
+    cdef uint32_t left = link.n_transfers
     while left > 0:
         left -= 1
         following = t.link_next

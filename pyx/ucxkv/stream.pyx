@@ -26,10 +26,8 @@ from ucxkv.core cimport (
     MAX_SERVES,
     MAX_WORDS,
     OPEN,
-    PATH_GET,
     PATH_PUSH,
     PATH_STREAM,
-    RUNNING,
     ST_CACHE_NOT_EXIST,
     ST_FAILED,
     ST_HOLD_ENDED,
@@ -38,6 +36,7 @@ from ucxkv.core cimport (
     ST_SUCCESS,
     STREAM_CHUNK,
     STREAM_WINDOW,
+    TO_REQUEST,
     CacheMem,
     Core,
     Incoming,
@@ -72,6 +71,8 @@ from ucxkv.message cimport (
 from ucxkv.spans cimport Geometry, cursor_advance, cursor_run, cursor_seek, geometry_bytes
 from ucxkv.transfer cimport (
     transfer_advance,
+    transfer_ask,
+    transfer_asked,
     transfer_end,
     transfer_find,
     transfer_number,
@@ -126,7 +127,7 @@ cdef bint send_request(Link* link, Transfer* t) noexcept nogil:
     transfer_renumber(t)
     t.received = t.good
     cursor_seek(&t.dst_cursor, &t.dst_geo, t.good)
-    t.requested = True
+    transfer_asked(t, True)
     request = <Request*>op.header
     message_head(&request.head, link, transfer_number(t))
     request.cache_id = t.far.cache_id
@@ -162,16 +163,12 @@ cdef bint send_request(Link* link, Transfer* t) noexcept nogil:
 
 
 cdef void pump_requests(Link* link) noexcept nogil:
-    cdef Transfer* t = link.transfers
-    cdef uint32_t left = link.n_transfers, requested = 0
-    while left > 0 and requested < MAX_REQUESTS and not link.am.failed:
-        left -= 1
-        if t.path == PATH_STREAM and t.state == RUNNING and not t.noticing:
-            requested += 1
-            if not t.requested and not send_request(link, t):
-                transfer_end(t, ST_FAILED, UCS_OK, b"no memory for the request")
-                return
-        t = t.link_next
+    cdef Transfer* t
+    while (link.due[TO_REQUEST] != NULL and link.n_requested < MAX_REQUESTS
+           and not link.am.failed):
+        t = link.due[TO_REQUEST]
+        if not send_request(link, t):
+            transfer_end(t, ST_FAILED, UCS_OK, b"no memory for the request")
 
 
 cdef void pump_cancels(Link* link) noexcept nogil:
@@ -218,11 +215,11 @@ cdef ucs_status_t on_end(void* arg, const void* header, size_t header_length, vo
     if link == NULL:
         return UCS_OK
     t = transfer_find(link.core, link, head.transfer)
-    if t == NULL or t.path != PATH_STREAM or not t.requested or t.noticing:
+    if t == NULL or t.path != PATH_STREAM or not t.requested:
         return UCS_OK
-    t.requested = False
+    transfer_asked(t, False)
     if head.status == ST_RETRY:
-        link.dirty = True
+        transfer_ask(t)
     elif head.status == ST_CACHE_NOT_EXIST:
         transfer_end(t, ST_CACHE_NOT_EXIST, UCS_OK, b"its owner has unregistered it")
     elif head.status == ST_HOLD_ENDED:
@@ -414,7 +411,7 @@ cdef ucs_status_t on_cancel(void* arg, const void* header, size_t header_length,
         end_serve(serve, ST_SUCCESS)
         return UCS_OK
     t = link.transfers
-    left = link.n_transfers
+    left = link.n_transfers if link.n_answering > 0 else 0
     while left > 0:
         left -= 1
         if t.offer and t.offer == head.transfer:
@@ -566,8 +563,8 @@ cdef void stream_plane_closed(Link* link) noexcept nogil:
     link.n_cancels = 0
     while left > 0:
         left -= 1
-        if t.path != PATH_GET:
-            t.requested = False
+        if t.requested:
+            transfer_ask(t)
         t = t.link_next
     while serve != NULL:
         # A request that was answered to its end may have lost its last messages too.
