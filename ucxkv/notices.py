@@ -56,6 +56,8 @@ class Notices:
                 try:
                     self._fd = self._native.dup_notice_fd()
                 except (OSError, RuntimeError) as error:
+                    if self._native.closed:
+                        raise LlmError("the engine was finalized") from error
                     raise LlmError(f"no descriptor for notices: {error}") from error
             return self._fd
 
@@ -74,7 +76,12 @@ class Notices:
                 raise StopIteration
             if poller is None:
                 poller = select.poll()
-                poller.register(self.fileno(), select.POLLIN)
+                try:
+                    poller.register(self.fileno(), select.POLLIN)
+                except LlmError:
+                    if self._native.closed:
+                        raise StopIteration from None
+                    raise
             poller.poll(None if left is None else min(left, _POLL_SECONDS) * 1e3)
 
     def __aiter__(self) -> Notices:

@@ -28,8 +28,10 @@ from posix.unistd cimport close, read
 from ucxkv.core cimport (
     GET_MAX,
     GET_RING,
+    NOTHING,
     RUNNING,
     ST_FAILED,
+    TO_COPY,
     Core,
     GetOp,
     Link,
@@ -46,6 +48,7 @@ from ucxkv.transfer cimport (
     remote_free,
     transfer_advance,
     transfer_collect,
+    transfer_due,
     transfer_end,
     transfer_settle,
     transfer_unref,
@@ -183,10 +186,12 @@ cdef void gather(const Batch* batch) noexcept nogil:
 
 
 cdef inline void add(Ranges* ranges, uint64_t address, uint64_t length) noexcept nogil:
-    cdef iovec* last = &ranges.of[ranges.count - 1]
-    if ranges.count > 0 and <uint64_t>last.iov_base + last.iov_len == address:
-        last.iov_len += length
-        return
+    cdef iovec* last
+    if ranges.count > 0:
+        last = &ranges.of[ranges.count - 1]
+        if <uint64_t>last.iov_base + last.iov_len == address:
+            last.iov_len += length
+            return
     ranges.of[ranges.count].iov_base = <void*>address
     ranges.of[ranges.count].iov_len = length
     ranges.count += 1
@@ -195,7 +200,7 @@ cdef inline void add(Ranges* ranges, uint64_t address, uint64_t length) noexcept
 cdef bint claim(Transfer* t, Batch* batch, uint64_t limit) noexcept nogil:
     """Fill `batch` with the next spans, at most `limit` bytes; False if there are none to claim."""
     cdef uint64_t source = 0, target = 0, length
-    if t.state != RUNNING or t.direct == 0 or t.posted >= t.total or t.queued >= GET_RING:
+    if t.due != TO_COPY:
         return False
     if not t.far.map_tried:
         t.far.map_tried = True
@@ -223,6 +228,8 @@ cdef bint claim(Transfer* t, Batch* batch, uint64_t limit) noexcept nogil:
     batch.op.end = t.posted
     batch.op.done = False
     t.queued += 1
+    if t.posted == t.total or t.queued == GET_RING:
+        transfer_due(t, NOTHING)
     t.copying += 1
     t.refs += 1
     add(&batch.far, word_address(t), sizeof(uint64_t))
@@ -246,6 +253,8 @@ cdef void book(Transfer* t, const Batch* batch, bint whole, bint told) noexcept 
             t.link.bytes_direct += batch.length - sizeof(uint64_t)
             transfer_collect(t)
             transfer_advance(t, t.landed)
+            if t.state == RUNNING and t.posted < t.total and t.queued < GET_RING:
+                transfer_due(t, TO_COPY)
         elif told:
             transfer_end(t, ST_FAILED, UCS_OK,
                          b"memory of the cache, or of its destination, cannot be accessed")
@@ -299,18 +308,18 @@ cdef bint serve(Link* link) noexcept nogil:
 
     The engine's lock is given up meanwhile, and the link may be gone afterwards.
     """
-    cdef Transfer* t
-    cdef uint32_t left = link.n_transfers
-    while left > 0:
-        left -= 1
-        t = link.transfers
-        link.transfers = t.link_next
-        if ((t.drivers == 0 or t.total - t.posted >= SHARED_BYTES)
-                and copy_batch(t, COPIER_BYTES)):
+    cdef Transfer* first = link.due[TO_COPY]
+    cdef Transfer* t = first
+    while t != NULL:
+        # A caller that waits for a small one copies it faster than it could be handed over.
+        if t.drivers == 0 or t.total - t.posted >= SHARED_BYTES:
+            link.due[TO_COPY] = t.due_next
+            copy_batch(t, COPIER_BYTES)
             # The batch was booked under the lock that is held still: the link is there.
             if link.dirty:
                 core_wake(link.core)
             return True
+        t = t.due_next if t.due_next != first else NULL
     return False
 
 
@@ -318,7 +327,7 @@ cdef bint serve_links(Core* core) noexcept nogil:
     """Copy a batch for one of the links, in turn; False if there is nothing to copy."""
     cdef Link* link = core.next_copy
     cdef bint wrapped = False
-    while core.n_direct > 0:
+    while core.n_to_copy > 0:
         if link == NULL:
             if wrapped:
                 break

@@ -43,6 +43,17 @@ cdef enum TransferState:
     DONE = 3
 
 
+cdef enum:
+    # Transfer.due: what a running transfer needs next from whoever steps its link, or copies for it.
+    NOTHING = 0                 # it waits for the peer, for what is in flight, or to be released
+    TO_REQUEST = 1
+    TO_OFFER = 2
+    TO_CHECK = 3                # by a GET of its word
+    TO_POST = 4
+    TO_COPY = 5
+    N_DUE = 6
+
+
 cdef enum PlaneState:
     CLOSED = 0
     OPEN = 1
@@ -116,6 +127,9 @@ cdef struct Transfer:
     Transfer* next
     Transfer* link_prev         # those of one link
     Transfer* link_next
+    uint32_t due
+    Transfer* due_prev          # those of one link that need the same
+    Transfer* due_next
     Link* link
     Path path
     TransferState state
@@ -166,7 +180,7 @@ cdef struct Transfer:
     bint withheld               # a push that is not to be offered yet
     bint stale                  # of a push: not to be offered again, its destination was quiesced
     # paths "stream" and "push"
-    bint requested
+    bint requested              # the peer has a request or an offer of it
     uint64_t received
     # what its owner is told when all has landed
     Told* notice                # NULL: nothing
@@ -183,9 +197,9 @@ cdef struct SendOp:
     Serve* serve
     void* buffer                # pack buffer, or NULL
     uint64_t length
-    uint32_t header_length
-    uint8_t header[192]
     void* payload               # malloc'd with the message, or NULL
+    uint8_t header[192]         # aligned: structs are written to it
+    uint32_t header_length
 
 
 cdef struct Serve:
@@ -272,7 +286,7 @@ cdef struct Told:
 cdef struct Notice:
     # What a puller told, until the application takes it.
     Notice* next
-    Link* link                  # NULL: confirmed, or nobody is there to be told
+    Link* link                  # NULL: confirmed
     uint64_t cluster_id
     uint64_t number
     uint32_t length
@@ -392,8 +406,9 @@ cdef struct Link:
     RemoteMem* remotes
     Transfer* transfers         # circular
     uint32_t n_transfers
-    Transfer* withheld          # circular: pushes that are not to be offered yet
-    uint32_t n_withheld
+    Transfer* due[N_DUE]        # circular, in turn; nobody looks for work among all transfers
+    uint32_t n_requested
+    uint32_t n_offered
     bint watched                # someone waits for transfers or serves to become none
     uint64_t get_bytes          # in flight
     Serve* serves
@@ -459,7 +474,7 @@ cdef struct Core:
     Link* first_link
     RemoteMem* unmaps           # what nobody refers to any more, for the copying thread
     Link* next_copy             # whose turn it is with the copying thread; NULL: the first
-    uint32_t n_direct           # transfers that are copied by cma.pyx
+    uint32_t n_to_copy          # transfers with something for cma.pyx to copy
     Transfer** transfers        # by index
     uint32_t* free_transfers
     uint32_t n_free_transfers

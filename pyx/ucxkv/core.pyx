@@ -102,7 +102,7 @@ cdef void core_wake(Core* core) noexcept nogil:
     if core.asleep:
         core.asleep = False
         write(core.wake_fd, &one, sizeof(one))
-    if core.n_direct > 0:
+    if core.n_to_copy > 0:
         core_wake_copier(core)
 
 

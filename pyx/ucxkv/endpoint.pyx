@@ -391,7 +391,7 @@ cdef class NativeLink:
     @property
     def pulls(self):
         """Transfers of ours that run over this link."""
-        cdef uint32_t count = self.link.n_transfers + self.link.n_withheld
+        cdef uint32_t count = self.link.n_transfers
         if count:
             self.link.watched = True
         return count

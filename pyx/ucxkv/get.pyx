@@ -17,11 +17,14 @@ from ucxkv.core cimport (
     GET_RING,
     GET_WINDOW,
     MAX_TRANSFERS,
+    NOTHING,
     OPEN,
     OWN_WORDS,
     PATH_GET,
     RUNNING,
     ST_FAILED,
+    TO_CHECK,
+    TO_POST,
     WORD_PID,
     WORD_PROOF,
     GetOp,
@@ -36,6 +39,7 @@ from ucxkv.spans cimport cursor_advance, cursor_run, cursor_seek
 from ucxkv.transfer cimport (
     transfer_advance,
     transfer_collect,
+    transfer_due,
     transfer_end,
     transfer_settle,
     transfer_unref,
@@ -121,6 +125,7 @@ cdef void on_data(void* request, ucs_status_t status, void* user_data) noexcept 
     op.done = over(op, request, status)
     if t.state == RUNNING:
         transfer_collect(t)
+        find_due(t)
     else:
         transfer_settle(t)
 
@@ -137,7 +142,11 @@ cdef void on_word(void* request, ucs_status_t status, void* user_data) noexcept 
         transfer_word_gone(t)
     else:
         t.verify_first = False
+        # That may be its end.
+        t.refs += 1
         transfer_advance(t, t.check_upto)
+        find_due(t)
+        transfer_unref(t)
 
 
 cdef uint64_t* trial_words(Link* link) noexcept nogil:
@@ -217,6 +226,18 @@ cdef bint check_due(Transfer* t) noexcept nogil:
     return t.landed == t.total or t.landed // t.layer_bytes != t.good // t.layer_bytes
 
 
+cdef void find_due(Transfer* t) noexcept nogil:
+    """Have done for it next what there is to do, if it is running."""
+    if t.state != RUNNING:
+        return
+    if check_due(t):
+        transfer_due(t, TO_CHECK)
+    elif not t.verify_first and t.posted < t.total and t.queued < GET_RING:
+        transfer_due(t, TO_POST)
+    else:
+        transfer_due(t, NOTHING)
+
+
 cdef bint post_check(Link* link, Transfer* t) noexcept nogil:
     if not words_unpacked(link):
         transfer_end(t, ST_FAILED, link.error, b"the rkey of the generation words is unusable")
@@ -255,37 +276,34 @@ cdef bint post_data(Link* link, Transfer* t) noexcept nogil:
 
 
 cdef void get_pump(Link* link) noexcept nogil:
-    """Post what the windows allow, in turn for all transfers of the link."""
-    cdef uint32_t idle = 0
+    """Post what the windows allow, in turn for all transfers that have something to post."""
     cdef int budget = POSTS_A_TURN
     cdef Transfer* t
+    cdef bint posted
     if link.rma.state != OPEN or not link.get_ok:
         return
-    while link.transfers != NULL and idle < link.n_transfers and not link.rma.failed:
-        if budget <= 0:
+    while not link.rma.failed:
+        t = link.due[TO_CHECK]
+        if t == NULL and link.get_bytes < GET_WINDOW:
+            t = link.due[TO_POST]
+        if t == NULL:
+            return
+        if budget == 0:
             # Where GETs complete at once no window fills: let others have the lock in between.
             link.dirty = True
             return
         budget -= 1
-        t = link.transfers
-        link.transfers = t.link_next
-        idle += 1
-        if t.path != PATH_GET or t.state != RUNNING or t.direct:
-            continue
         # A callback may end the transfer, and with it the last reference, while it is posted.
         t.refs += 1
-        if check_due(t):
-            idle = 0
-            if not post_check(link, t):
-                transfer_unref(t)
-                return
-        if (t.state == RUNNING and not t.verify_first and t.posted < t.total
-                and t.queued < GET_RING and link.get_bytes < GET_WINDOW):
-            idle = 0
-            if not post_data(link, t):
-                transfer_unref(t)
-                return
+        if t.due == TO_CHECK:
+            posted = post_check(link, t)
+        else:
+            link.due[TO_POST] = t.due_next
+            posted = post_data(link, t)
+        find_due(t)
         transfer_unref(t)
+        if not posted:
+            return
 
 
 cdef void get_plane_closed(Link* link) noexcept nogil:
@@ -306,7 +324,9 @@ cdef void get_plane_closed(Link* link) noexcept nogil:
                 t.errors = t.errors + 1 if t.landed == t.error_landed else 1
                 t.error_landed = t.landed
                 t.verify_first = True
-                if t.errors >= MAX_ERRORS:
-                    transfer_end(t, ST_FAILED, link.rma.error,
-                                 b"reading from the peer's memory keeps failing")
+            if t.errors >= MAX_ERRORS:
+                transfer_end(t, ST_FAILED, link.rma.error,
+                             b"reading from the peer's memory keeps failing")
+            else:
+                find_due(t)
         t = following

@@ -318,22 +318,25 @@ cdef class LocalCache:
     def quiesce(self, const uint32_t[::1] blocks, double seconds):
         """Fence pushes into `blocks` (ascending; None: all), and refuse those offered before now.
 
+        An empty list names nothing: nothing is done, or waited for.
+
         Returns True when the fences are over and every linked peer has confirmed that nothing older
         is on its way; False at the end of `seconds`, when only peers that do not answer are left:
         what they have sent before will be refused whenever it comes.
         """
         cdef bint settled
         cdef bint enough = True
-        cdef uint32_t nothing = 0
-        # An empty list has no first element to point at.
-        cdef const uint32_t* first = &nothing
+        cdef const uint32_t* first = NULL
+        cdef uint64_t n_blocks = 0
         cdef uint64_t end = deadline_of(seconds)
-        if blocks is not None and blocks.shape[0] > 0:
+        if blocks is not None:
+            n_blocks = <uint64_t>blocks.shape[0]
+            if n_blocks == 0:
+                return True
             first = &blocks[0]
         with nogil:
             core_lock(self.core)
-            enough = quiesce_begin(self.core, self.mem, NULL if blocks is None else first,
-                                   0 if blocks is None else <uint64_t>blocks.shape[0])
+            enough = quiesce_begin(self.core, self.mem, first, n_blocks)
             core_wake(self.core)
             settled = quiesce_wait(self.core, self.mem, end)
             core_unlock(self.core)

@@ -45,8 +45,8 @@ cdef bint message_send_head(Link* link, unsigned int am, uint64_t transfer,
 cdef uint64_t message_send_blocks(Link* link, unsigned int am, SendOp* op, const Geometry* g,
                                   uint64_t position) noexcept nogil
 cdef void message_head(Head* head, const Link* link, uint64_t transfer) noexcept nogil
-cdef Link* message_link(Core* core, const Head* head, size_t header_length, size_t expected,
-                        const ucp_am_recv_param_t* param) noexcept nogil
+cdef Link* message_link(Core* core, const void* header, size_t header_length, void* copy,
+                        size_t expected, const ucp_am_recv_param_t* param) noexcept nogil
 cdef ucs_status_t message_handlers(Core* core, ucp_worker_h worker, const Handler* handlers,
                                    int count) noexcept nogil
 

@@ -141,13 +141,19 @@ cdef uint64_t message_send_blocks(Link* link, unsigned int am, SendOp* op, const
     return count
 
 
-cdef Link* message_link(Core* core, const Head* head, size_t header_length, size_t expected,
-                        const ucp_am_recv_param_t* param) noexcept nogil:
-    """The link a message is for, or NULL: anyone can send packets to UCX's port."""
+cdef Link* message_link(Core* core, const void* header, size_t header_length, void* copy,
+                        size_t expected, const ucp_am_recv_param_t* param) noexcept nogil:
+    """The link a message is for, or NULL: anyone can send packets to UCX's port.
+
+    The header, which must have `expected` bytes and begin with a Head, is copied to `copy`: UCX
+    aligns it to nothing.
+    """
+    cdef const Head* head = <const Head*>copy
     cdef Link* link
     if header_length != expected or param.recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV:
         core.dropped += 1
         return NULL
+    memcpy(copy, header, expected)
     if head.slot >= MAX_LINKS or core.links[head.slot] == NULL:
         core.dropped += 1
         return NULL
@@ -160,7 +166,8 @@ cdef Link* message_link(Core* core, const Head* head, size_t header_length, size
 
 cdef ucs_status_t on_ping(void* arg, const void* header, size_t header_length, void* data,
                           size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef Link* link = message_link(<Core*>arg, <const Head*>header, header_length, sizeof(Head),
+    cdef Head head
+    cdef Link* link = message_link(<Core*>arg, header, header_length, &head, sizeof(Head),
                                    param)
     if link != NULL and link.am.outstanding <= MAX_OUTSTANDING:
         link.pong_due = True
@@ -170,7 +177,8 @@ cdef ucs_status_t on_ping(void* arg, const void* header, size_t header_length, v
 
 cdef ucs_status_t on_pong(void* arg, const void* header, size_t header_length, void* data,
                           size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef Link* link = message_link(<Core*>arg, <const Head*>header, header_length, sizeof(Head),
+    cdef Head head
+    cdef Link* link = message_link(<Core*>arg, header, header_length, &head, sizeof(Head),
                                    param)
     if link != NULL and not link.proven and link.am.state == OPEN and not link.am.failed:
         link.proven = True

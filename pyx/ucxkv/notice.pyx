@@ -8,7 +8,8 @@ is newer than the last it has seen.
 
 The owner keeps one queue in the order of arrival.  Its first `cap_notices` are confirmed.  Those
 behind them wait, and so do their pullers, of which each link sends at most NOTICE_WINDOW before it
-has to be confirmed: nothing is ever refused, and the queue is bounded.  A notice that has been sent
+has to be confirmed: nothing is ever refused, and the queue is bounded.  A link that closes takes
+what it has waiting with it, since the pulls have failed.  A notice that has been sent
 is seen through even if its transfer has timed out meanwhile, so that numbers have no gaps.
 
 All functions want the engine's lock to be held.
@@ -110,8 +111,9 @@ cdef void pump_told(Link* link) noexcept nogil:
 
 cdef ucs_status_t on_noted(void* arg, const void* header, size_t header_length, void* data,
                            size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const Head* head = <const Head*>header
-    cdef Link* link = message_link(<Core*>arg, head, header_length, sizeof(Head), param)
+    cdef Head head
+    cdef Link* link = message_link(<Core*>arg, header, header_length, &head, sizeof(Head),
+                                   param)
     cdef Told* told
     cdef Transfer* t
     if link == NULL or head.transfer > link.notices_sent:
@@ -134,9 +136,10 @@ cdef ucs_status_t on_noted(void* arg, const void* header, size_t header_length, 
 
 cdef ucs_status_t on_notice(void* arg, const void* header, size_t header_length, void* data,
                             size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const NoticeMessage* message = <const NoticeMessage*>header
+    cdef NoticeMessage message
     cdef Core* core = <Core*>arg
-    cdef Link* link = message_link(core, &message.head, header_length, sizeof(NoticeMessage), param)
+    cdef Link* link = message_link(core, header, header_length, &message, sizeof(NoticeMessage),
+                                   param)
     cdef Notice* notice
     cdef uint64_t one = 1, number
     if link == NULL or length > NOTICE_MAX:
@@ -184,11 +187,10 @@ cdef void admit(Core* core) noexcept nogil:
         notice = core.next_notice
         core.next_notice = notice.next
         core.n_queued += 1
-        if notice.link != NULL:
-            notice.link.notices_queued = notice.number
-            notice.link.noted_due = True
-            notice.link.dirty = True
-            notice.link = NULL
+        notice.link.notices_queued = notice.number
+        notice.link.noted_due = True
+        notice.link.dirty = True
+        notice.link = NULL
 
 
 cdef object notice_take(Core* core):
@@ -254,14 +256,32 @@ cdef void notice_plane_closed(Link* link) noexcept nogil:
 
 
 cdef void notice_link_closed(Link* link) noexcept nogil:
-    """What is queued here goes to the application all the same; nobody is left to be told."""
-    cdef Notice* notice = link.core.next_notice
+    """What is confirmed goes to the application all the same.
+
+    The others are forgotten: their pulls have failed, and a peer that links again and again would
+    fill the queue without bound.
+    """
+    cdef Core* core = link.core
+    cdef Notice** place = &core.first_notice
+    cdef Notice* notice
+    cdef uint64_t drained
     while link.first_told != NULL:
         told_free(link, link.first_told)
-    while notice != NULL:
+    core.last_notice = NULL
+    core.next_notice = NULL
+    while place[0] != NULL:
+        notice = place[0]
         if notice.link == link:
-            notice.link = NULL
-        notice = notice.next
+            place[0] = notice.next
+            core.n_notices -= 1
+            free(notice)
+            continue
+        if notice.link != NULL and core.next_notice == NULL:
+            core.next_notice = notice
+        core.last_notice = notice
+        place = &notice.next
+    if core.first_notice == NULL:
+        read(core.notice_fd, &drained, sizeof(drained))
 
 
 cdef ucs_status_t notice_install(Core* core, ucp_worker_h worker) noexcept nogil:

@@ -21,7 +21,6 @@ from ucxkv.core cimport (
     PATH_GET,
     PATH_PUSH,
     PATH_STREAM,
-    RUNNING,
     ST_CACHE_NOT_EXIST,
     ST_FAILED,
     ST_FEATURE_NOT_ENABLED,
@@ -29,6 +28,7 @@ from ucxkv.core cimport (
     ST_PARAM_INVALID,
     ST_SUCCESS,
     ST_TIMEOUT,
+    TO_OFFER,
     Answer,
     CacheMem,
     Core,
@@ -67,6 +67,7 @@ from ucxkv.stream cimport MAX_BLOCKS
 from ucxkv.transfer cimport (
     answer_later,
     remote_unref,
+    transfer_asked,
     transfer_begin,
     transfer_end,
     transfer_find,
@@ -127,7 +128,7 @@ cdef bint send_offer(Link* link, Transfer* t, uint64_t now) noexcept nogil:
     if op == NULL:
         return False
     transfer_renumber(t)
-    t.requested = True
+    transfer_asked(t, True)
     message = <OfferMessage*>op.header
     message_head(&message.head, link, transfer_number(t))
     offer = &message.offer
@@ -157,37 +158,32 @@ cdef bint send_offer(Link* link, Transfer* t, uint64_t now) noexcept nogil:
 
 
 cdef void pump_offers(Link* link) noexcept nogil:
-    cdef Transfer* t = link.transfers
-    cdef uint32_t left = link.n_transfers, offered = 0
+    cdef Transfer* t
     cdef uint64_t now = 0
-    while left > 0 and offered < MAX_SERVES // 2 and not link.am.failed:
-        left -= 1
-        if t.path == PATH_PUSH and t.state == RUNNING:
-            offered += 1
-            if not t.requested:
-                now = now or now_ns()
-                if t.stale:
-                    transfer_end(t, ST_FAILED, UCS_OK, b"the receiver quiesced its destination")
-                    return
-                if not send_offer(link, t, now):
-                    transfer_end(t, ST_OUT_OF_MEMORY, UCS_OK, b"no memory for the offer")
-                    return
-        t = t.link_next
+    while (link.due[TO_OFFER] != NULL and link.n_offered < MAX_SERVES // 2
+           and not link.am.failed):
+        t = link.due[TO_OFFER]
+        now = now or now_ns()
+        if t.stale:
+            transfer_end(t, ST_FAILED, UCS_OK, b"the receiver quiesced its destination")
+        elif not send_offer(link, t, now):
+            transfer_end(t, ST_OUT_OF_MEMORY, UCS_OK, b"no memory for the offer")
 
 
 cdef ucs_status_t on_answer(void* arg, const void* header, size_t header_length, void* data,
                             size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const AnswerMessage* message = <const AnswerMessage*>header
+    cdef AnswerMessage message
     cdef const Head* head = &message.head
-    cdef Link* link = message_link(<Core*>arg, head, header_length, sizeof(AnswerMessage), param)
+    cdef Link* link = message_link(<Core*>arg, header, header_length, &message,
+                                   sizeof(AnswerMessage), param)
     cdef Transfer* t
     if link == NULL:
         return UCS_OK
     t = transfer_find(link.core, link, head.transfer)
     if t == NULL or t.path != PATH_PUSH or not t.requested:
         return UCS_OK
-    # The receiver knows of the offer no more: there is nothing to cancel.
-    t.requested = False
+    # There is nothing to cancel.
+    transfer_asked(t, False)
     if head.status == ST_SUCCESS:
         t.good = t.total
         t.spans = message.answer.spans
@@ -380,9 +376,10 @@ cdef void pump_incoming(Link* link) noexcept nogil:
 
 cdef ucs_status_t on_offer(void* arg, const void* header, size_t header_length, void* data,
                            size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const OfferMessage* message = <const OfferMessage*>header
+    cdef OfferMessage message
     cdef Core* core = <Core*>arg
-    cdef Link* link = message_link(core, &message.head, header_length, sizeof(OfferMessage), param)
+    cdef Link* link = message_link(core, header, header_length, &message, sizeof(OfferMessage),
+                                   param)
     cdef Incoming* incoming
     cdef Incoming** tail
     cdef CacheMem* mem = NULL
@@ -428,8 +425,8 @@ cdef ucs_status_t on_offer(void* arg, const void* header, size_t header_length, 
 cdef ucs_status_t on_offer_blocks(void* arg, const void* header, size_t header_length, void* data,
                                   size_t length,
                                   const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const BlocksMessage* message = <const BlocksMessage*>header
-    cdef Link* link = message_link(<Core*>arg, &message.head, header_length,
+    cdef BlocksMessage message
+    cdef Link* link = message_link(<Core*>arg, header, header_length, &message,
                                    sizeof(BlocksMessage), param)
     cdef Incoming* incoming
     cdef uint32_t* list

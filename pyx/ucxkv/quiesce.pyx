@@ -257,8 +257,9 @@ cdef bint send_barrier(Link* link, const Quiet* quiet) noexcept nogil:
 
 cdef ucs_status_t on_echo(void* arg, const void* header, size_t header_length, void* data,
                           size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const Head* head = <const Head*>header
-    cdef Link* link = message_link(<Core*>arg, head, header_length, sizeof(Head), param)
+    cdef Head head
+    cdef Link* link = message_link(<Core*>arg, header, header_length, &head, sizeof(Head),
+                                   param)
     if link == NULL or head.transfer > link.barriers_sent:
         return UCS_OK
     if head.transfer > link.echoed:
@@ -271,25 +272,26 @@ cdef ucs_status_t on_echo(void* arg, const void* header, size_t header_length, v
 
 cdef ucs_status_t on_barrier(void* arg, const void* header, size_t header_length, void* data,
                              size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const BarrierMessage* message = <const BarrierMessage*>header
-    cdef Link* link = message_link(<Core*>arg, &message.head, header_length,
-                                   sizeof(BarrierMessage), param)
+    cdef BarrierMessage message
+    cdef Link* link = message_link(<Core*>arg, header, header_length, &message, sizeof(BarrierMessage),
+                                   param)
     cdef const uint32_t* blocks
     if link == NULL:
         return UCS_OK
     blocks = <const uint32_t*>data if message.head.status == LISTED_BLOCKS else NULL
-    outdate(link.transfers, link.n_transfers, message, blocks, length // sizeof(uint32_t))
-    outdate(link.withheld, link.n_withheld, message, blocks, length // sizeof(uint32_t))
+    outdate(link, &message, blocks, length // sizeof(uint32_t))
     if message.head.transfer > link.echo_due:
         link.echo_due = message.head.transfer
         link.dirty = True
     return UCS_OK
 
 
-cdef void outdate(Transfer* t, uint32_t left, const BarrierMessage* message,
-                  const uint32_t* blocks, uint64_t n_blocks) noexcept nogil:
-    """Have the pushes of a ring not be offered, or offered again, that a barrier speaks of."""
+cdef void outdate(Link* link, const BarrierMessage* message, const uint32_t* blocks,
+                  uint64_t n_blocks) noexcept nogil:
+    """Have the pushes not be offered, or offered again, that a barrier speaks of."""
+    cdef Transfer* t = link.transfers
     cdef Transfer* following
+    cdef uint32_t left = link.n_transfers
     while left > 0:
         left -= 1
         following = t.link_next

@@ -93,7 +93,7 @@ cdef void close_step(Link* link, uint64_t now) noexcept nogil:
     link.rma.wanted = False
     plane_fail(link, &link.am, UCS_OK)
     plane_fail(link, &link.rma, UCS_OK)
-    if link.closed or link.rma.state != CLOSED or link.n_transfers + link.n_withheld > 0:
+    if link.closed or link.rma.state != CLOSED or link.n_transfers > 0:
         return
     stream_drop_serves(link)
     push_link_closed(link)

@@ -26,10 +26,8 @@ from ucxkv.core cimport (
     MAX_SERVES,
     MAX_WORDS,
     OPEN,
-    PATH_GET,
     PATH_PUSH,
     PATH_STREAM,
-    RUNNING,
     ST_CACHE_NOT_EXIST,
     ST_FAILED,
     ST_HOLD_ENDED,
@@ -38,6 +36,7 @@ from ucxkv.core cimport (
     ST_SUCCESS,
     STREAM_CHUNK,
     STREAM_WINDOW,
+    TO_REQUEST,
     CacheMem,
     Core,
     Incoming,
@@ -72,6 +71,8 @@ from ucxkv.message cimport (
 from ucxkv.spans cimport Geometry, cursor_advance, cursor_run, cursor_seek, geometry_bytes
 from ucxkv.transfer cimport (
     transfer_advance,
+    transfer_ask,
+    transfer_asked,
     transfer_end,
     transfer_find,
     transfer_number,
@@ -126,7 +127,7 @@ cdef bint send_request(Link* link, Transfer* t) noexcept nogil:
     transfer_renumber(t)
     t.received = t.good
     cursor_seek(&t.dst_cursor, &t.dst_geo, t.good)
-    t.requested = True
+    transfer_asked(t, True)
     request = <Request*>op.header
     message_head(&request.head, link, transfer_number(t))
     request.cache_id = t.far.cache_id
@@ -162,16 +163,12 @@ cdef bint send_request(Link* link, Transfer* t) noexcept nogil:
 
 
 cdef void pump_requests(Link* link) noexcept nogil:
-    cdef Transfer* t = link.transfers
-    cdef uint32_t left = link.n_transfers, requested = 0
-    while left > 0 and requested < MAX_REQUESTS and not link.am.failed:
-        left -= 1
-        if t.path == PATH_STREAM and t.state == RUNNING and not t.noticing:
-            requested += 1
-            if not t.requested and not send_request(link, t):
-                transfer_end(t, ST_FAILED, UCS_OK, b"no memory for the request")
-                return
-        t = t.link_next
+    cdef Transfer* t
+    while (link.due[TO_REQUEST] != NULL and link.n_requested < MAX_REQUESTS
+           and not link.am.failed):
+        t = link.due[TO_REQUEST]
+        if not send_request(link, t):
+            transfer_end(t, ST_FAILED, UCS_OK, b"no memory for the request")
 
 
 cdef void pump_cancels(Link* link) noexcept nogil:
@@ -182,9 +179,10 @@ cdef void pump_cancels(Link* link) noexcept nogil:
 
 cdef ucs_status_t on_data(void* arg, const void* header, size_t header_length, void* data,
                           size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const Data* message = <const Data*>header
+    cdef Data message
     cdef const uint8_t* source = <const uint8_t*>data
-    cdef Link* link = message_link(<Core*>arg, &message.head, header_length, sizeof(Data), param)
+    cdef Link* link = message_link(<Core*>arg, header, header_length, &message, sizeof(Data),
+                                   param)
     cdef Transfer* t
     cdef uint64_t run, target = 0
     if link == NULL:
@@ -210,17 +208,18 @@ cdef ucs_status_t on_data(void* arg, const void* header, size_t header_length, v
 
 cdef ucs_status_t on_end(void* arg, const void* header, size_t header_length, void* data,
                          size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const Head* head = <const Head*>header
-    cdef Link* link = message_link(<Core*>arg, head, header_length, sizeof(Head), param)
+    cdef Head head
+    cdef Link* link = message_link(<Core*>arg, header, header_length, &head, sizeof(Head),
+                                   param)
     cdef Transfer* t
     if link == NULL:
         return UCS_OK
     t = transfer_find(link.core, link, head.transfer)
-    if t == NULL or t.path != PATH_STREAM or not t.requested or t.noticing:
+    if t == NULL or t.path != PATH_STREAM or not t.requested:
         return UCS_OK
-    t.requested = False
+    transfer_asked(t, False)
     if head.status == ST_RETRY:
-        link.dirty = True
+        transfer_ask(t)
     elif head.status == ST_CACHE_NOT_EXIST:
         transfer_end(t, ST_CACHE_NOT_EXIST, UCS_OK, b"its owner has unregistered it")
     elif head.status == ST_HOLD_ENDED:
@@ -315,9 +314,9 @@ cdef void end_serve(Serve* serve, uint32_t status) noexcept nogil:
 
 cdef ucs_status_t on_request(void* arg, const void* header, size_t header_length, void* data,
                              size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const Request* r = <const Request*>header
+    cdef Request r
     cdef Core* core = <Core*>arg
-    cdef Link* link = message_link(core, &r.head, header_length, sizeof(Request), param)
+    cdef Link* link = message_link(core, header, header_length, &r, sizeof(Request), param)
     cdef CacheMem* mem = NULL
     cdef Serve* serve
     cdef Serve** tail
@@ -326,7 +325,7 @@ cdef ucs_status_t on_request(void* arg, const void* header, size_t header_length
     # A peer that asks but does not read gets nothing queued for it without bound.
     if link == NULL or link.n_serves >= MAX_SERVES or link.am.outstanding > MAX_OUTSTANDING:
         return UCS_OK
-    status = check_request(core, link, r, &mem, &offered)
+    status = check_request(core, link, &r, &mem, &offered)
     serve = <Serve*>calloc(1, sizeof(Serve))
     if serve == NULL:
         return UCS_OK
@@ -379,8 +378,9 @@ cdef Serve* find_serve(Link* link, uint64_t number) noexcept nogil:
 
 cdef ucs_status_t on_blocks(void* arg, const void* header, size_t header_length, void* data,
                             size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const Blocks* message = <const Blocks*>header
-    cdef Link* link = message_link(<Core*>arg, &message.head, header_length, sizeof(Blocks), param)
+    cdef Blocks message
+    cdef Link* link = message_link(<Core*>arg, header, header_length, &message, sizeof(Blocks),
+                                   param)
     cdef Serve* serve
     if link == NULL:
         return UCS_OK
@@ -396,8 +396,9 @@ cdef ucs_status_t on_blocks(void* arg, const void* header, size_t header_length,
 
 cdef ucs_status_t on_cancel(void* arg, const void* header, size_t header_length, void* data,
                             size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
-    cdef const Head* head = <const Head*>header
-    cdef Link* link = message_link(<Core*>arg, head, header_length, sizeof(Head), param)
+    cdef Head head
+    cdef Link* link = message_link(<Core*>arg, header, header_length, &head, sizeof(Head),
+                                   param)
     cdef Serve* serve
     cdef Transfer* t
     cdef Incoming* offer
@@ -410,7 +411,7 @@ cdef ucs_status_t on_cancel(void* arg, const void* header, size_t header_length,
         end_serve(serve, ST_SUCCESS)
         return UCS_OK
     t = link.transfers
-    left = link.n_transfers
+    left = link.n_transfers if link.n_answering > 0 else 0
     while left > 0:
         left -= 1
         if t.offer and t.offer == head.transfer:
@@ -562,8 +563,8 @@ cdef void stream_plane_closed(Link* link) noexcept nogil:
     link.n_cancels = 0
     while left > 0:
         left -= 1
-        if t.path != PATH_GET:
-            t.requested = False
+        if t.requested:
+            transfer_ask(t)
         t = t.link_next
     while serve != NULL:
         # A request that was answered to its end may have lost its last messages too.

@@ -12,6 +12,9 @@ cdef dict totals_dict(const Totals* totals)
 cdef void transfer_unref(Transfer* t) noexcept nogil
 cdef void transfer_begin(Transfer* t, Link* link) noexcept nogil
 cdef void transfer_collect(Transfer* t) noexcept nogil
+cdef void transfer_due(Transfer* t, uint32_t due) noexcept nogil
+cdef void transfer_ask(Transfer* t) noexcept nogil
+cdef void transfer_asked(Transfer* t, bint asked) noexcept nogil
 cdef void transfer_release(Transfer* t) noexcept nogil
 cdef void transfer_end_all(Link* link, uint32_t status, const char* reason) noexcept nogil
 cdef void transfer_advance(Transfer* t, uint64_t good) noexcept nogil

@@ -21,6 +21,7 @@ from ucxkv.core cimport (
     GET_RING,
     LATENCY_BUCKETS,
     MAX_TRANSFERS,
+    NOTHING,
     PATH_GET,
     PATH_PUSH,
     PATH_STREAM,
@@ -33,6 +34,10 @@ from ucxkv.core cimport (
     ST_OUT_OF_MEMORY,
     ST_SUCCESS,
     ST_TIMEOUT,
+    TO_COPY,
+    TO_OFFER,
+    TO_POST,
+    TO_REQUEST,
     WAITING,
     Answer,
     Core,
@@ -169,55 +174,102 @@ cdef Transfer* transfer_find(Core* core, Link* link, uint64_t number) noexcept n
 
 
 cdef void join_ring(Transfer* t) noexcept nogil:
-    """Put it on its link, withheld pushes apart: what looks for work has nothing to do with them.
-    """
-    cdef Transfer** ring = &t.link.withheld if t.withheld else &t.link.transfers
-    if t.withheld:
-        t.link.n_withheld += 1
-    else:
-        t.link.n_transfers += 1
-    if ring[0] == NULL:
+    cdef Link* link = t.link
+    link.n_transfers += 1
+    if link.transfers == NULL:
         t.link_prev = t
         t.link_next = t
-        ring[0] = t
+        link.transfers = t
     else:
-        t.link_next = ring[0]
-        t.link_prev = ring[0].link_prev
+        t.link_next = link.transfers
+        t.link_prev = link.transfers.link_prev
         t.link_prev.link_next = t
         t.link_next.link_prev = t
 
 
 cdef void leave_ring(Transfer* t) noexcept nogil:
-    cdef Transfer** ring = &t.link.withheld if t.withheld else &t.link.transfers
-    if t.withheld:
-        t.link.n_withheld -= 1
-    else:
-        t.link.n_transfers -= 1
+    cdef Link* link = t.link
+    link.n_transfers -= 1
     if t.link_next == t:
-        ring[0] = NULL
+        link.transfers = NULL
     else:
         t.link_prev.link_next = t.link_next
         t.link_next.link_prev = t.link_prev
-        if ring[0] == t:
-            ring[0] = t.link_next
+        if link.transfers == t:
+            link.transfers = t.link_next
+
+
+cdef void leave_queue(Transfer* t) noexcept nogil:
+    cdef Transfer** first = &t.link.due[t.due]
+    if t.due_next == t:
+        first[0] = NULL
+    else:
+        t.due_prev.due_next = t.due_next
+        t.due_next.due_prev = t.due_prev
+        if first[0] == t:
+            first[0] = t.due_next
+
+
+cdef void transfer_due(Transfer* t, uint32_t due) noexcept nogil:
+    """Have that done for it next, after the others of its link that need the same."""
+    cdef Transfer** first
+    if t.due == due:
+        return
+    if t.due != NOTHING:
+        leave_queue(t)
+        t.core.n_to_copy -= t.due == TO_COPY
+    t.due = due
+    if due == NOTHING:
+        return
+    first = &t.link.due[due]
+    if first[0] == NULL:
+        t.due_prev = t
+        t.due_next = t
+        first[0] = t
+    else:
+        t.due_next = first[0]
+        t.due_prev = first[0].due_prev
+        t.due_prev.due_next = t
+        t.due_next.due_prev = t
+    if due == TO_COPY:
+        t.core.n_to_copy += 1
+    else:
+        t.link.dirty = True
+
+
+cdef void transfer_asked(Transfer* t, bint asked) noexcept nogil:
+    """Note that the peer has been asked for a stream or offered a push, or that it knows of it no
+    more."""
+    cdef uint32_t* count = &t.link.n_offered if t.path == PATH_PUSH else &t.link.n_requested
+    if t.requested == asked:
+        return
+    t.requested = asked
+    if asked:
+        count[0] += 1
+        transfer_due(t, NOTHING)
+    else:
+        count[0] -= 1
+        # Another one may be asked for now.
+        t.link.dirty = True
+
+
+cdef void transfer_ask(Transfer* t) noexcept nogil:
+    """Have the peer asked for a stream, or offered a push, again if it was before."""
+    transfer_asked(t, False)
+    transfer_due(t, TO_OFFER if t.path == PATH_PUSH else TO_REQUEST)
 
 
 cdef void transfer_release(Transfer* t) noexcept nogil:
     """Offer a push that was withheld."""
-    leave_ring(t)
     t.withheld = False
-    join_ring(t)
-    t.link.dirty = True
+    transfer_ask(t)
 
 
 cdef void transfer_end_all(Link* link, uint32_t status, const char* reason) noexcept nogil:
     """End all transfers of a link."""
-    end_ring(link.transfers, link.n_transfers, status, reason)
-    end_ring(link.withheld, link.n_withheld, status, reason)
-
-
-cdef void end_ring(Transfer* t, uint32_t left, uint32_t status, const char* reason) noexcept nogil:
+    cdef Transfer* t = link.transfers
     cdef Transfer* following
+    cdef uint32_t left = link.n_transfers
     while left > 0:
         left -= 1
         following = t.link_next
@@ -239,12 +291,18 @@ cdef void transfer_begin(Transfer* t, Link* link) noexcept nogil:
     if t.offer:
         link.n_answering += 1
     t.direct = link.cma_pid if t.path == PATH_GET else 0
-    t.core.n_direct += t.direct != 0
-    if t.offer and t.direct:
-        core_wake_copier(t.core)
     link.dirty = True
     if t.total == 0:
         landed(t)
+    elif t.path != PATH_GET:
+        if not t.withheld:
+            transfer_ask(t)
+    elif t.direct:
+        transfer_due(t, TO_COPY)
+        if t.offer:
+            core_wake_copier(t.core)
+    else:
+        transfer_due(t, TO_POST)
 
 
 cdef void signal_waiters(Transfer* t) noexcept nogil:
@@ -296,6 +354,8 @@ cdef void landed(Transfer* t) noexcept nogil:
         transfer_end(t, ST_SUCCESS, UCS_OK, NULL)
         return
     t.noticing = True
+    transfer_due(t, NOTHING)
+    transfer_asked(t, False)
     # Its owner may have the memory back meanwhile.
     release_far(t)
     show_layers(t, t.layers)
@@ -349,6 +409,7 @@ cdef void transfer_end(Transfer* t, uint32_t status, ucs_status_t ucs,
         strncpy(t.reason, reason, sizeof(t.reason) - 1)
     if t.state == RUNNING and t.path != PATH_GET and t.requested and status != ST_SUCCESS:
         cancel_later(t.link, transfer_number(t))
+    transfer_due(t, NOTHING)
     t.state = FENCING
     if t.outstanding > 0:
         t.fence_by = now_ns() + FENCE_GRACE_NS
@@ -441,9 +502,9 @@ cdef void count_end(const Transfer* t, Totals* totals) noexcept nogil:
 cdef void leave_link(Transfer* t) noexcept nogil:
     cdef Link* link = t.link
     leave_ring(t)
-    t.core.n_direct -= t.direct != 0
+    transfer_asked(t, False)
     link.dirty = True
-    if link.watched and link.n_transfers + link.n_withheld == 0:
+    if link.watched and link.n_transfers == 0:
         core_notify(t.core)
     if t.noticing:
         leave_notice(t)

@@ -73,6 +73,12 @@ def learn(ctx: Context, cluster_id: int, description: bytes) -> None:
     table._control.call(insert())
 
 
+def hold(ctx: Context, name: str) -> tuple[int, int]:
+    """Hold a cache; word and slot of the hold."""
+    ctx.values["hold"] = held = ctx.engine.hold(ctx.caches[name], None, 600_000)
+    return held._native.word, held._native.slot
+
+
 def push(ctx: Context, name: str, cluster_id: int, cache_id: int) -> Any:
     import ucxkv
 

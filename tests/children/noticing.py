@@ -12,7 +12,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -310,6 +310,49 @@ def poll_descriptor(ctx: Context, count: int) -> dict[str, Any]:
         taken.append(next(notices).data)
     empty = not select.select([notices], [], [], 0)[0]
     return {"taken": taken, "empty": empty, "same": same}
+
+
+def finalize_beside_calls(ctx: Context, rounds: int) -> list[str]:
+    """Finalize engines while their notices are iterated over and their descriptors asked for; what
+    went wrong."""
+    import ucxkv
+
+    problems: list[str] = []
+
+    def iterate(waiting: Any) -> None:
+        for _ in waiting:
+            pass
+
+    def look(engine: Any) -> None:
+        while True:
+            iterate(engine.notices(0.5))
+
+    def ask(engine: Any) -> None:
+        while True:
+            engine.notices().fileno()
+
+    def run(function: Callable[[Any], None], subject: Any) -> None:
+        try:
+            function(subject)
+        except ucxkv.LlmError as error:
+            if not str(error).endswith(("not initialized", "was finalized")):
+                problems.append(f"{function.__name__}: {error}")
+        except BaseException as error:
+            problems.append(f"{function.__name__}: {error!r}")
+
+    for number in range(rounds):
+        engine = ucxkv.LlmDataDist(50 + number)
+        engine.initialize()
+        calls = [(iterate, engine.notices()), (look, engine), (ask, engine)]
+        threads = [threading.Thread(target=run, args=call) for call in calls]
+        for thread in threads:
+            thread.start()
+        time.sleep(number % 5 * 0.001)
+        engine.finalize()
+        for thread in threads:
+            thread.join(3)
+        problems += [f"{thread} goes on" for thread in threads if thread.is_alive()]
+    return problems
 
 
 def finalize_under_iterators(ctx: Context) -> dict[str, Any]:

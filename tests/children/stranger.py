@@ -139,6 +139,14 @@ class Sender:
         self.ucp.ucp_cleanup(self.context)
 
 
+def tell(ctx: Context, plane: dict[str, Any], hold: tuple[int, int]) -> None:
+    """Send the first notice of a linked peer in its name, to end a hold."""
+    sender = Sender(plane["address"])
+    head = HEAD.pack(plane["slot"], 0, plane["token"], 1)
+    sender.send(NOTICE_MESSAGE, head + NOTICE.pack(*hold), b"done with it")
+    sender.close()
+
+
 def intrude(ctx: Context, plane: dict[str, Any], count: int) -> int:
     """Send `count` messages that carry no valid token: well-formed requests and notices, which name
     a hold that there is, chunks for possible transfers, heads of every length, noise."""

@@ -373,23 +373,49 @@ def test_both_ends_close_with_notices_waiting(doomed: tuple[Peer, Peer, int]) ->
 
 
 def test_unlinked_with_notices_waiting(narrow: tuple[Peer, Peer, int]) -> None:
-    """What has come goes to the application all the same, also when the puller has gone."""
+    """What is confirmed goes to the application, also when the puller has gone.  The others fail
+    with their link and are told to nobody; so the queue has its bound however often that happens.
+    """
     owner, puller, cache_id = narrow
     counts = Counts(owner)
-    puller.call(noticing.begin_many, "kv", 1, cache_id, "kept", 10, timeout_ms=20_000)
-    wait_until(lambda: counts() == (10, 4, 6))
-    puller.unlink(owner, force=True)
-    outcomes = puller.call(noticing.finish_many, "kept")
-    assert Counter(outcome.ok for outcome in outcomes) == {True: 4, False: 6}
-    wait_until(lambda: owner.call(actions.links).get(2) != "up")
-    first = owner.call(noticing.take, 0, 1)
-    puller.link(owner)
+    for number in range(3):
+        puller.call(noticing.begin_many, "kv", 1, cache_id, f"{number}", 10, timeout_ms=20_000)
+        confirmed = 4 if number == 0 else 0
+        wait_until(lambda least=10 * number + 10: counts() == (least, 4, 6 + (least > 10) * 4))
+        puller.unlink(owner, force=True)
+        outcomes = puller.call(noticing.finish_many, f"{number}")
+        assert [outcome.ok for outcome in outcomes].count(True) == confirmed
+        wait_until(lambda: owner.call(actions.links).get(2) != "up")
+        wait_until(lambda least=10 * number + 10: counts() == (least, 4, 0))
+        puller.link(owner)
     waiting = puller.start(noticing.pull, "kv", 1, cache_id, b"new", timeout_ms=20_000)
-    wait_until(lambda: counts()[0] == 11)
-    taken = [data for _, data in first + owner.call(noticing.take, 500)]
+    wait_until(lambda: counts() == (31, 4, 1))
+    taken = [data for _, data in owner.call(noticing.take, 500)]
     assert waiting.result().ok
-    assert sorted(taken[:10]) == [b"kept-%d" % number for number in range(10)]
-    assert taken[10:] == [b"new"]
+    assert taken == [b"0-0", b"0-1", b"0-2", b"0-3", b"new"]
+
+
+def test_one_of_two_leaves_a_full_queue(path: str, narrow: tuple[Peer, Peer, int]) -> None:
+    """The other's notices stay in their order, and its pulls complete."""
+    owner, puller, cache_id = narrow
+    counts = Counts(owner)
+    with Peer(3, path=path, name="other", listen=False) as other:
+        other.link(owner)
+        other.call(actions.make_cache, "kv", *SMALL, access="")
+        for number, (peer, key) in enumerate([(puller, "a"), (other, "b"), (puller, "c")]):
+            peer.call(noticing.begin_many, "kv", 1, cache_id, key, 3, timeout_ms=20_000)
+            wait_until(lambda least=3 * number + 3: counts()[0] == least)
+        assert counts() == (9, 4, 5)
+        other.unlink(owner, force=True)
+        wait_until(lambda: counts() == (9, 4, 3))
+        taken = [data for _, data in owner.call(noticing.take, 500)]
+        assert sorted(taken[:3]) == [b"a-0", b"a-1", b"a-2"]
+        assert taken[3].startswith(b"b-")
+        assert sorted(taken[4:]) == [b"c-0", b"c-1", b"c-2"]
+        for key in "ac":
+            assert all(one.ok for one in puller.call(noticing.finish_many, key))
+        ended = [one.ok for one in other.call(noticing.finish_many, "b")]
+        assert sorted(ended) == [False, False, True]
 
 
 def test_broken_while_the_queue_is_full(narrow: tuple[Peer, Peer, int]) -> None:
@@ -526,6 +552,12 @@ def test_finalized_under_iterators(path: str) -> None:
             "fileno": "LlmError",
             "new": "LlmError",
         }
+
+
+def test_finalized_beside_calls() -> None:
+    """Iterations end, and there is a descriptor or the engine was finalized, at any moment."""
+    with Peer(1, name="caller", engine=False) as caller:
+        assert caller.call(noticing.finalize_beside_calls, rounds(25)) == []
 
 
 def test_a_forked_child_takes_none(pair: tuple[Peer, Peer], cache: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from children import actions, limited
+from children import actions, limited, prying, stranger
 from harness import Peer, Proxy, wait_until
 
 SHAPE = 4, (2, 10_000)
@@ -142,6 +142,20 @@ def test_an_owner_pushes_what_it_shows_to_nobody(trio: tuple[Peer, Peer, Peer]) 
     assert unlisted.call(actions.wrong_slots, "target", 5, 0, 10_000) == []
     outcome = unlisted.call(actions.pull, "kv", 1, source, timeout_ms=5000)
     assert outcome.kind == "KvCacheNotExist", outcome
+
+
+def test_only_the_listed_end_a_hold(trio: tuple[Peer, Peer, Peer], path: str) -> None:
+    """Its word can be read by every linked peer that has "get"; a notice with it is taken all the
+    same, as any other is."""
+    owner, _, _ = trio
+    owner.call(limited.make_cache, "held", *SHAPE, [LISTED], seed=1)
+    token = owner.call(limited.hold, "held")
+    with Peer(9, path=path, name="stranger", engine=False) as intruder:
+        for count, cluster, outcome in ((1, UNLISTED, None), (2, LISTED, "noticed")):
+            plane = owner.call(prying.plane_for, "held", cluster)
+            intruder.call(stranger.tell, plane, token)
+            wait_until(lambda least=count: owner.call(stranger.told)[0] == least)
+            assert owner.call(stranger.told) == (count, outcome)
 
 
 def test_senseless_lists(trio: tuple[Peer, Peer, Peer]) -> None:
