@@ -100,7 +100,8 @@ class Peer:
     over TCP.  `options` are more arguments of ucxkv.Options; `listen=False` makes a client only.
     `fds` are descriptors that the child inherits, by name.  `allow` is a pattern of output lines
     that are no trouble in this test.  A test that changes or counts something of the process
-    itself asks for one that is `fresh` and ends with the peer.
+    itself asks for one that is `fresh` and ends with the peer.  `network` names the network
+    namespace that the child lives in.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class Peer:
         allow: str | None = None,
         finalize: bool = True,
         fresh: bool = False,
+        network: str | None = None,
     ) -> None:
         self.cluster_id = cluster_id
         self.path = path
@@ -134,14 +136,15 @@ class Peer:
         self._address: tuple[str, int] | None = None
         self._starting: Pending | None = None
         self._fds = dict(fds or {})
+        self._network = network
         self._env = environment(path, env)
         self._start()
 
     def _start(self) -> None:
         if self.fresh:
-            self.interpreter = Interpreter(self._env, self._fds)
+            self.interpreter = Interpreter(self._env, self._fds, self._network)
         else:
-            self.interpreter = Interpreter.lend(self._env)
+            self.interpreter = Interpreter.lend(self._env, self._network)
         self.interpreter.name = self.name
         if self.engine:
             # Several peers in a row start at the same time: the first to be used is waited for.

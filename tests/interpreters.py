@@ -88,8 +88,11 @@ class Interpreter:
     live: ClassVar[set[Interpreter]] = set()
     idle: ClassVar[list[Interpreter]] = []
 
-    def __init__(self, env: Mapping[str, str], fds: Mapping[str, int]) -> None:
+    def __init__(
+        self, env: Mapping[str, str], fds: Mapping[str, int], network: str | None = None
+    ) -> None:
         self.env = dict(env)
+        self.network = network
         self.name = "a child"
         self.killed = False
         self._output = os.memfd_create("output")
@@ -100,7 +103,9 @@ class Interpreter:
         self._pending: dict[int, Pending] = {}
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [*WRAP, sys.executable, str(HERE / "child.py"), str(theirs.fileno())]
+            # By ip, since UCX finds interfaces under /sys, which ip mounts anew as well.
+            inside = ["ip", "netns", "exec", network] if network else []
+            command = [*inside, *WRAP, sys.executable, str(HERE / "child.py"), str(theirs.fileno())]
             self.process = subprocess.Popen(
                 command,
                 env=self.env,
@@ -116,13 +121,13 @@ class Interpreter:
         self._connection.send({"path": sys.path, "fds": dict(fds)})
 
     @classmethod
-    def lend(cls, env: Mapping[str, str]) -> Interpreter:
+    def lend(cls, env: Mapping[str, str], network: str | None = None) -> Interpreter:
         """One with this environment: of those that are idle, or a new one."""
         for number, interpreter in enumerate(cls.idle):
-            if interpreter.env == env:
+            if interpreter.env == env and interpreter.network == network:
                 del cls.idle[number]
                 return interpreter
-        return cls(env, {})
+        return cls(env, {}, network)
 
     def give_back(self, allow: re.Pattern[str] | None = None) -> None:
         """Keep it for the next one who wants its like, if it can be told from a new one by nothing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -9,14 +10,21 @@ STEP = 0.01
 
 
 class Sleeper:
-    """Sleeps for 10 ms again and again; `late` is how much later than asked it woke at worst."""
+    """Sleeps for 10 ms again and again; `late` is how much later than asked it woke at worst.
 
-    def __init__(self) -> None:
+    With `cpu` it tells how late threads are there: a machine that has too much to do need not be
+    late everywhere.
+    """
+
+    def __init__(self, cpu: int | None = None) -> None:
         self.late = 0.0
+        self._cpu = cpu
         self._finish = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sleeper")
 
     def _run(self) -> None:
+        if self._cpu is not None:
+            os.sched_setaffinity(0, {self._cpu})
         while not self._finish.is_set():
             began = time.monotonic()
             time.sleep(STEP)

@@ -192,6 +192,10 @@ class Linking:
         """What the peer has to know of our end of this link."""
         return self._identity.attachment(link.native, link.worker)
 
+    def deaf(self, worker: int) -> bool:
+        """Whether no peer can connect to a worker any more."""
+        return self._workers.deaf(worker)
+
     def changed(self, link: Link) -> None:
         """A link's state has changed."""
         if link.state == "down":

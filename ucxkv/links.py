@@ -37,6 +37,10 @@ DEAD_SECONDS = 0.6
 _CLOSED_SECONDS = 1.0
 
 _UNFINISHED = "the peer did not finish the link"
+_DEAF = (
+    "UCX has closed the socket that it listened at, as it does when the process is out of"
+    " descriptors: link anew"
+)
 
 
 class Home(Protocol):
@@ -48,6 +52,9 @@ class Home(Protocol):
 
     def attachment(self, link: Link) -> wire.Attach:
         """What the peer has to know of our end of this link."""
+
+    def deaf(self, worker: int) -> bool:
+        """Whether no peer can connect to a worker any more."""
 
     def changed(self, link: Link) -> None:
         """The link's state has changed."""
@@ -226,6 +233,10 @@ class Link:
         native = self.native
         if self.state != "down":
             broken = native.am_broken
+            if broken and self._home.deaf(self.worker):
+                # The peer knows no other address: only another link has another worker.
+                self.down(_DEAF, "the peer's data plane takes no connections any more")
+                return
             if self.state == "up" and broken:
                 # Still up: what is submitted now waits for the repair, within its own deadline.
                 self._turn("repairing", up=True)

@@ -19,11 +19,14 @@ STREAM_CHUNK = 262144
 STREAM_SEGMENT = STREAM_CHUNK + 1024
 
 # TCP segments that differ between two ends are a crash in UCX, and the default address format does
-# not carry their size; a rendezvous would let the peer read from the owner at its leisure; and
-# without the last two, shared memory has no endpoints that report the death of their peer.
+# not carry their size; a connection that is made by a blocking call would hold the engine up, and
+# all its deadlines, for as long as a host does not answer; a rendezvous would let the peer read
+# from the owner at its leisure; and without the last two, shared memory has no endpoints that
+# report the death of their peer.
 FORCED: Mapping[str, str] = {
     "TCP_TX_SEG_SIZE": str(STREAM_SEGMENT),
     "TCP_RX_SEG_SIZE": str(STREAM_SEGMENT),
+    "TCP_CONN_NB": "y",
     "ADDRESS_VERSION": "v2",
     "RNDV_THRESH": "inf",
     "POSIX_ERROR_HANDLING": "y",

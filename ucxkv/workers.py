@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ucxkv import settings
 from ucxkv.control import ControlThread
+from ucxkv.ears import Ears
 from ucxkv.netif import interface_of
 from ucxkv.options import Options
 
@@ -32,7 +33,8 @@ class Workers:
         self._native = native
         self._options = options
         self._version = version
-        self._tasks: dict[str | None, asyncio.Task[int]] = {}
+        self._tasks: dict[str | None, asyncio.Task[Ears]] = {}
+        self._ears: dict[int, Ears] = {}
 
     async def index(self, local_host: str) -> int:
         """The worker for the interface that has a local address; raises CannotLink.
@@ -42,21 +44,35 @@ class Workers:
         conflicts = settings.forced_conflicts(self._options)
         if conflicts:
             raise CannotLink("; ".join(conflicts))
-        interface = interface_of(local_host)
+        try:
+            interface = interface_of(local_host)
+        except OSError as error:
+            raise CannotLink(f"the network interfaces cannot be listed: {error}") from error
         task = self._tasks.get(interface)
-        if task is None or (task.done() and (task.cancelled() or task.exception())):
+        if task is None or (task.done() and _useless(task)):
             values = settings.am_settings(self._options, interface, self._version)
+            native = self._native
             task = self._control.loop.create_task(
-                self._control.aside(self._native.add_worker, values)
+                self._control.aside(lambda: Ears(local_host, lambda: native.add_worker(values)))
             )
             self._tasks[interface] = task
         try:
             # Others may wait for the same worker, and the next link will want it anyway.
-            return await asyncio.shield(task)
+            ears = await asyncio.shield(task)
+            self._ears[ears.worker] = ears
+            return ears.worker
         except (OSError, RuntimeError, MemoryError, ValueError) as error:
             raise CannotLink(
                 f"no UCX worker for interface {interface} ({local_host}): {error}"
             ) from error
+
+    def deaf(self, worker: int) -> bool:
+        """Whether no peer can connect to a worker any more."""
+        return self._ears[worker].deaf
+
+
+def _useless(made: asyncio.Task[Ears]) -> bool:
+    return made.cancelled() or made.exception() is not None or made.result().deaf
 
 
 def numbers(version: str) -> tuple[int, int, int]:

@@ -394,6 +394,8 @@ cdef struct Link:
     bint proven                 # a PONG has come over the present endpoint
     bint ever_proven
     uint64_t ping_at
+    uint64_t peer_repairs       # the peer's `repairs` of its end, as its last PING has told
+    bint renewed                # they have grown: what the peer had sent may be lost
     int get_trial               # 0 not begun, 1 running, 2 decided
     bint get_ok
     uint64_t trial_by

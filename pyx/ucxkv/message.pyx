@@ -3,7 +3,8 @@
 Every message begins with a :c:struct:`Head`: the receiving link's slot and token, without which it
 is dropped, and the number of the transfer it is about.  Which messages there are is told where they
 are handled: ``stream``, ``push`` and ``notice``; here are PING and PONG, which prove that a
-streaming endpoint works in both directions.
+streaming endpoint works in both directions.  A PING has, instead of a transfer's number, how often
+its sender had to open an endpoint anew.
 
 All functions want the engine's lock to be held.
 """
@@ -169,7 +170,13 @@ cdef ucs_status_t on_ping(void* arg, const void* header, size_t header_length, v
     cdef Head head
     cdef Link* link = message_link(<Core*>arg, header, header_length, &head, sizeof(Head),
                                    param)
-    if link != NULL and link.am.outstanding <= MAX_OUTSTANDING:
+    if link == NULL:
+        return UCS_OK
+    if head.transfer > link.peer_repairs:
+        link.peer_repairs = head.transfer
+        link.renewed = True
+        link.dirty = True
+    if link.am.outstanding <= MAX_OUTSTANDING:
         link.pong_due = True
         link.dirty = True
     return UCS_OK
@@ -226,4 +233,4 @@ cdef void message_prove(Link* link, uint64_t now) noexcept nogil:
     if not link.proven and now >= link.ping_at:
         link.ping_at = now + PING_AGAIN_NS
         core_timer(link.core, link.ping_at, True)
-        message_send_head(link, AM_PING, 0, 0)
+        message_send_head(link, AM_PING, link.repairs, 0)

@@ -70,6 +70,7 @@ from ucxkv.message cimport (
 )
 from ucxkv.spans cimport Geometry, cursor_advance, cursor_run, cursor_seek, geometry_bytes
 from ucxkv.transfer cimport (
+    cancel_later,
     transfer_advance,
     transfer_ask,
     transfer_asked,
@@ -547,7 +548,23 @@ cdef ucs_status_t stream_install(Core* core, ucp_worker_h worker) noexcept nogil
     return message_handlers(core, worker, handlers, 5)
 
 
+cdef void ask_again(Link* link) noexcept nogil:
+    """Make our requests and offers anew: UCX may have sent what a connection that was lost has not
+    delivered, and then only the peer, whose endpoint it was, knows of the loss."""
+    cdef Transfer* t = link.transfers
+    cdef uint32_t left = link.n_transfers
+    link.renewed = False
+    while left > 0:
+        left -= 1
+        if t.requested:
+            cancel_later(link, transfer_number(t))
+            transfer_ask(t)
+        t = t.link_next
+
+
 cdef void stream_pump(Link* link) noexcept nogil:
+    if link.renewed:
+        ask_again(link)
     if link.am.state == OPEN and not link.am.failed:
         pump_cancels(link)
         pump_requests(link)

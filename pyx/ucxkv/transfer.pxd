@@ -22,6 +22,7 @@ cdef void transfer_word_gone(Transfer* t) noexcept nogil
 cdef void transfer_end(Transfer* t, uint32_t status, ucs_status_t ucs,
                        const char* reason) noexcept nogil
 cdef void transfer_settle(Transfer* t) noexcept nogil
+cdef void cancel_later(Link* link, uint64_t number) noexcept nogil
 cdef void transfer_renumber(Transfer* t) noexcept nogil
 cdef uint64_t transfer_number(const Transfer* t) noexcept nogil
 cdef Transfer* transfer_find(Core* core, Link* link, uint64_t number) noexcept nogil

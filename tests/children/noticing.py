@@ -167,8 +167,8 @@ def storm(
 # The data plane
 
 
-def data_sockets(control: Collection[int]) -> Iterator[socket.socket]:
-    """Duplicates of this process's TCP connections without one of these ports at either end."""
+def tcp_connections() -> Iterator[tuple[socket.socket, set[int]]]:
+    """Duplicates of this process's TCP connections, and the ports of both ends."""
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             fd = os.dup(int(entry))
@@ -180,20 +180,23 @@ def data_sockets(control: Collection[int]) -> Iterator[socket.socket]:
                 os.close(fd)
                 continue
             with socket.socket(fileno=fd) as one:
-                if one.family not in (socket.AF_INET, socket.AF_INET6):
-                    continue
-                ports = {one.getsockname()[1], one.getpeername()[1]}
-                if not ports & set(control):
-                    yield one
+                if one.family in (socket.AF_INET, socket.AF_INET6):
+                    yield one, {one.getsockname()[1], one.getpeername()[1]}
 
 
 def break_data(ctx: Context, control: Collection[int]) -> int:
-    """Shut the TCP connections of UCX down; their number."""
+    """Shut the TCP connections of UCX down, which have none of these ports; their number."""
+    return shut_down(lambda ports: not ports & set(control))
+
+
+def shut_down(chosen: Callable[[set[int]], bool]) -> int:
+    """Shut the TCP connections down whose ports are chosen; their number."""
     count = 0
-    for one in data_sockets(control):
-        with contextlib.suppress(OSError):
-            one.shutdown(socket.SHUT_RDWR)
-            count += 1
+    for one, ports in tcp_connections():
+        if chosen(ports):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+                count += 1
     return count
 
 

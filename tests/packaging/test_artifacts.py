@@ -36,6 +36,7 @@ PARTS = (
     "ucxkv/*.pyi",
     "ucxkv/py.typed",
     "tests/*.py",
+    "tests/*.c",
     "tests/*.supp",
     "perf/*.py",
     "perf/*.md",

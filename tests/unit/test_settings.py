@@ -17,7 +17,7 @@ OLDEST, LAST_OLD, FIRST_CMA, NEXT, NEW = (
     (1, 20, 0),
     (1, 22, 0),
 )
-TCP = {"TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE"}
+TCP = {"TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE", "TCP_CONN_NB"}
 POSIX, SYSV = {"POSIX_ERROR_HANDLING"}, {"SYSV_ERROR_HANDLING"}
 ALWAYS = {"ADDRESS_VERSION", "RNDV_THRESH"}
 
@@ -54,6 +54,7 @@ def test_streaming_defaults() -> None:
         "NET_DEVICES": "eth0",
         "TCP_TX_SEG_SIZE": size,
         "TCP_RX_SEG_SIZE": size,
+        "TCP_CONN_NB": "y",
         "ADDRESS_VERSION": "v2",
         "RNDV_THRESH": "inf",
     }
