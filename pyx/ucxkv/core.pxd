@@ -44,7 +44,7 @@ cdef enum TransferState:
 
 
 cdef enum:
-    # Transfer.due: what a running transfer needs next from whoever steps its link, or copies for it.
+    # Transfer.due: what a running transfer needs next of whoever steps its link or copies for it.
     NOTHING = 0                 # it waits for the peer, for what is in flight, or to be released
     TO_REQUEST = 1
     TO_OFFER = 2

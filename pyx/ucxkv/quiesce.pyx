@@ -273,8 +273,8 @@ cdef ucs_status_t on_echo(void* arg, const void* header, size_t header_length, v
 cdef ucs_status_t on_barrier(void* arg, const void* header, size_t header_length, void* data,
                              size_t length, const ucp_am_recv_param_t* param) noexcept nogil:
     cdef BarrierMessage message
-    cdef Link* link = message_link(<Core*>arg, header, header_length, &message, sizeof(BarrierMessage),
-                                   param)
+    cdef Link* link = message_link(<Core*>arg, header, header_length, &message,
+                                   sizeof(BarrierMessage), param)
     cdef const uint32_t* blocks
     if link == NULL:
         return UCS_OK
