@@ -9,8 +9,12 @@ a socket that the two processes share.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import itertools
+import os
 import random
+import socket
 import threading
 import time
 import zlib
@@ -44,6 +48,14 @@ class Wrong(Exception):
     """A lane has found something that must not be."""
 
 
+class WrongBytes(Wrong):
+    """Bytes that nothing may have written, or that have not come."""
+
+
+class Gone(Exception):
+    """The other process has closed the wire."""
+
+
 class Wire:
     """Calls to the other process and from it, over the socket that the two share."""
 
@@ -53,6 +65,7 @@ class Wire:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._waiting: dict[int, Future[Any]] = {}
+        self._over = False
         self._pool = ThreadPoolExecutor(4, "served")
         # All of its threads exist from the start, so that they can be counted.
         barrier = threading.Barrier(5)
@@ -77,19 +90,30 @@ class Wire:
                 else:
                     self._pool.submit(self._handle, number, what, value)
         except (EOFError, OSError):
-            pass
+            self._over = True
+        for number in list(self._waiting):
+            future = self._waiting.pop(number, None)
+            if future is not None:
+                future.set_exception(Gone())
 
     def _handle(self, number: int, what: str, args: tuple[Any, ...]) -> None:
         try:
-            self._send((number, "answer", self._serve(what, *args)))
+            answer = number, "answer", self._serve(what, *args)
         except Exception as error:
-            self._send((number, "error", f"{what}: {type(error).__name__}: {error}"))
+            answer = number, "error", f"{what}: {type(error).__name__}: {error}"
+        with contextlib.suppress(OSError):
+            self._send(answer)
 
     def begin(self, what: str, *args: Any) -> Future[Any]:
         number = next(self._numbers)
         future: Future[Any] = Future()
         self._waiting[number] = future
-        self._send((number, what, args))
+        try:
+            self._send((number, what, args))
+        except OSError:
+            self._over = True
+        if self._over and self._waiting.pop(number, None):
+            future.set_exception(Gone())
         return future
 
     def ask(self, what: str, *args: Any) -> Any:
@@ -97,6 +121,11 @@ class Wire:
 
     def close(self) -> None:
         self._pool.shutdown()
+        # Closing a descriptor does not end a read of it.
+        end = socket.socket(fileno=os.dup(self._connection.fileno()))
+        with end, contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+        self._reader.join()
         self._connection.close()
 
 
@@ -241,7 +270,9 @@ def some_move(
 class Station:
     """What one process has: its caches, its lanes, and what it does for the other's lanes."""
 
-    def __init__(self, ctx: Context, other: int, lanes: int, seeds: tuple[int, int]) -> None:
+    def __init__(
+        self, ctx: Context, other: int, lanes: int, seeds: tuple[int, int], wire: int
+    ) -> None:
         self.ctx = ctx
         self.engine = ctx.engine
         self.other = other
@@ -256,7 +287,7 @@ class Station:
         self.holds: dict[int, Any] = {}
         self.keys = itertools.count(1)
         self.notices: list[bytes] = []
-        self.wire = Wire(ctx.fds["wire"], self.serve)
+        self.wire = Wire(wire, self.serve)
         self.lanes: list[Lane] = []
 
     def ids(self) -> dict[str, Any]:
@@ -362,6 +393,7 @@ class Station:
         return found
 
 
+@functools.cache
 def source_data(seed: int) -> dict[str, list[Bytes]]:
     return {
         kind: [
@@ -485,7 +517,7 @@ class Lane:
         places = np.flatnonzero(buffer != image)
         text = f"{len(places)} wrong bytes from {places[0]} on in sink {kind} of {self.number}"
         if tell is None:
-            raise Wrong(text)
+            raise WrongBytes(text)
         tell(text)
 
     def reuse(self, kind: str, blocks: list[int]) -> None:
@@ -555,7 +587,7 @@ class Lane:
                 if begin <= tensor < begin + PER_LAYER and not np.array_equal(
                     self.sinks[kind].tensors[tensor][block, : data.size], data
                 ):
-                    raise Wrong(f"layer {layer} was reported before it was there")
+                    raise WrongBytes(f"layer {layer} was reported before it was there")
         transfer.result()
         self.landed(kind, move.patches)
 
@@ -805,11 +837,29 @@ WORK = {
 }
 
 
+def check_notices(
+    found: Sequence[bytes], certain: Sequence[bytes], possible: Sequence[bytes], lanes: int
+) -> str:
+    """What is wrong with the notices that have come: they come once each, all of pulls that have
+    succeeded, and in the order in which each lane pulled."""
+    counts = Counter(found)
+    twice = [text for text, count in counts.items() if count > 1]
+    missing = set(certain) - counts.keys()
+    strange = counts.keys() - {*certain, *possible}
+    if twice or missing or strange:
+        return f"notices: twice {twice}, missing {missing}, never sent {strange}"
+    for lane in range(lanes):
+        numbers = [int(text.partition(b":")[2]) for text in found if text.startswith(b"%d:" % lane)]
+        if numbers != sorted(numbers):
+            return f"notices of lane {lane} out of order: {numbers}"
+    return ""
+
+
 # What the test calls
 
 
 def open_station(ctx: Context, other: int, lanes: int, seeds: tuple[int, int]) -> dict[str, Any]:
-    ctx.values["station"] = Station(ctx, other, lanes, seeds)
+    ctx.values["station"] = Station(ctx, other, lanes, seeds, ctx.fds["wire"])
     return ctx.values["station"].ids()
 
 

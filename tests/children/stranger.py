@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # Numbers of ucp/api/ucp.h and of the library's own messages.
 FEATURE_AM = 1 << 6
 PARAM_FEATURES = 1 << 0
-EP_REMOTE_ADDRESS = 1 << 0
+EP_REMOTE_ADDRESS, EP_ERROR_MODE = 1 << 0, 1 << 1
 MESSAGES = range(20)
 REQUEST_MESSAGE, NOTICE_MESSAGE, NOTED_MESSAGE = 3, 13, 14
 # The front of every message: slot, status, token, number of the transfer.
@@ -69,9 +69,12 @@ def told(ctx: Context) -> tuple[int, str | None]:
 
 
 class Sender:
-    """A UCX worker with one endpoint, as bare as can be."""
+    """A UCX worker with one endpoint, as bare as can be; with no `address`, one that is connected
+    later."""
 
-    def __init__(self, address: bytes) -> None:
+    error_mode = 0  # none
+
+    def __init__(self, address: bytes | None = None) -> None:
         import ucxkv  # noqa: F401  loads libucp
         from ucxkv import settings
         from ucxkv._load import loaded
@@ -100,8 +103,13 @@ class Sender:
                 self.context, ctypes.byref((ctypes.c_uint64 * 64)()), ctypes.byref(self.worker)
             )
         )
+        if address is not None:
+            self.connect(address)
+
+    def connect(self, address: bytes) -> None:
         self.target = ctypes.create_string_buffer(address, len(address))
-        params = (ctypes.c_uint64 * 64)(EP_REMOTE_ADDRESS, ctypes.addressof(self.target))
+        mask = EP_REMOTE_ADDRESS | EP_ERROR_MODE
+        params = (ctypes.c_uint64 * 64)(mask, ctypes.addressof(self.target), self.error_mode)
         self.ep = ctypes.c_void_p()
         self.check(self.ucp.ucp_ep_create(self.worker, ctypes.byref(params), ctypes.byref(self.ep)))
 

@@ -102,7 +102,10 @@ def test_both_ways(wired: tuple[Peer, Peer], path: str) -> None:
         assert peer.call(both_ways.wrong) == []
     for one, other in (wired, wired[::-1]):
         assert one.call(both_ways.pushed_digests) == other.call(both_ways.inbox_digests)
-        check_notices(one.call(both_ways.notices), *other.call(both_ways.told))
+        problem = both_ways.check_notices(
+            one.call(both_ways.notices), *other.call(both_ways.told), LANES
+        )
+        assert not problem, problem
 
     for peer, (old, old_objects), (new, new_objects) in zip(wired, before, after, strict=True):
         assert new.threads <= old.threads, (peer.name, old, new)
@@ -117,14 +120,3 @@ def test_both_ways(wired: tuple[Peer, Peer], path: str) -> None:
         assert not grown, (peer.name, grown)
     for peer in wired:
         peer.call(both_ways.close_station)
-
-
-def check_notices(found: list[bytes], certain: list[bytes], possible: list[bytes]) -> None:
-    """Once each, all of pulls that have succeeded, and in the order in which each thread pulled."""
-    counts = Counter(found)
-    assert not [text for text, count in counts.items() if count > 1]
-    assert not set(certain) - counts.keys()
-    assert not counts.keys() - {*certain, *possible}
-    for lane in range(LANES):
-        numbers = [int(text.partition(b":")[2]) for text in found if text.startswith(b"%d:" % lane)]
-        assert numbers == sorted(numbers), lane

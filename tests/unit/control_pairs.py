@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fake_native import FakeEngine, FakeRemote, register
-
 from ucxkv.catalogue import LocalCatalogue, LocalEntry
 from ucxkv.links import Link
 from ucxkv.options import Options

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 from control_pairs import Member, eventually, hears, stranger, together
-from fake_native import FakeEngine
 
+from fake_native import FakeEngine
 from ucxkv import handshake, wire
 from ucxkv.errors import LinkFailed, LlmError, Status
 from ucxkv.types import ClusterInfo, IpInfo, LinkResult, LlmRole

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from control_pairs import Member, Proxy, eventually
-from fake_native import FakeRemote, register
 
+from fake_native import FakeRemote, register
 from ucxkv import wire
 from ucxkv.catalogue import LocalCatalogue
 from ucxkv.errors import KvCacheNotExist, LlmTimeout, NotYetLink, ParamInvalid
