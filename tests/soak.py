@@ -337,7 +337,7 @@ class Soak:
             self.open(pair)
 
 
-# -- what is shown ----------------------------------------------------------------------------------
+# -- what is shown ---------------------------------------------------------------------------------
 
 
 def slope(times: list[float], values: list[float]) -> tuple[float, float] | None:

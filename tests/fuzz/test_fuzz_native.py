@@ -23,7 +23,7 @@ HIDDEN = ("friends", "hidden", "private", "outgoing", "sink")
 INPUTS = round(10_000 * SCALE)
 VICTIM, FRIEND, EVIL = 1, 2, 66
 IDS = (1, 2)  # of its caches, as malice.OWN numbers them
-# What one peer may have the owner keep (block numbers of 1,024 requests and offers) and UCX's pools.
+# What one peer may have the owner keep (block numbers of requests and offers), and UCX's pools.
 MOST_GROWTH = 160 << 20
 
 
