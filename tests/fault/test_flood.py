@@ -16,6 +16,7 @@ from harness import Peer, Proxy, Sample, rounds, wait_until
 
 SECRET = {"secret": "open sesame"}
 CONNECTIONS = rounds(10_000)
+MOST_GROWTH = 2 << 20
 
 
 @dataclass
@@ -114,8 +115,9 @@ def test_flood(besieged: Besieged) -> None:
     assert owner.address
     owner.call(actions.log_lines, clear=True)
     before = settled(owner)
-    samples = []
-    for seed in (1, 2):
+    samples: list[Sample] = []
+    # A pool may grow once more; what leaks grows by every flood.
+    for seed in range(1, 5):
         puller.call(actions.paint, "kv", 0)
         pulling = puller.start(serving.pull_until_told, "kv", 1, besieged.cache_id)
         connected = flood(owner.address, CONNECTIONS, besieged.hello, seed)
@@ -126,11 +128,12 @@ def test_flood(besieged: Besieged) -> None:
         assert result["pulls"] > 100
         assert puller.call(actions.wrong_tensors, "kv", 1) == []
         samples.append(settled(owner))
-    first, second = samples
-    assert second.fds <= first.fds
-    assert second.threads <= first.threads
-    assert second.rss - first.rss < 2 << 20, (before, first, second)
-    assert first.fds <= before.fds, (before, first)
+        if seed > 1 and samples[-1].rss - samples[-2].rss < MOST_GROWTH:
+            break
+    first, *_, last = samples
+    assert last.fds <= first.fds <= before.fds, (before, samples)
+    assert last.threads <= first.threads
+    assert last.rss - samples[-2].rss < MOST_GROWTH, (before, samples)
     assert puller.call(actions.links)[1] == "up"
     # Strangers must not fill the log either.
     assert len(owner.call(actions.log_lines)) < 1000

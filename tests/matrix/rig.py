@@ -63,6 +63,7 @@ class Result:
     met: bool = True  # whether the fault found the operation running
     over: dict[str, float] = field(default_factory=dict)  # seconds beyond a deadline, by call
     problems: list[str] = field(default_factory=list)
+    late: int = 0  # how many of the problems are calls that ended late
 
     def line(self) -> str:
         link = f"link {self.link}, " if self.link else ""
@@ -395,6 +396,7 @@ class _Run:
         if over > 0:
             self.result.over[what] = over
             limit = OVER_SECONDS + (LINGER_SECONDS if what == "unlink" else 0.0)
+            self.result.late += over > limit
             self._expect(
                 over <= limit,
                 f"{what} {over * 1e3:.0f} ms over its deadline: {outcome.message}",

@@ -16,14 +16,20 @@ Tell = Callable[[Result], object]
 def run(todo: Sequence[Cell], clock: Path | None, tell: Tell) -> list[Result]:
     """Run all of `todo`; `tell` hears of each cell when it is over.
 
-    Cells mostly wait, so there is room for two at a time.
+    Cells mostly wait, so there is room for two at a time.  But the processes of one may keep those
+    of the other from a processor when no sleeper wants it: what was late, and nothing worse, is run
+    once more by itself.
     """
     with ThreadPoolExecutor(len(PATHS)) as pool:
         running = [
             pool.submit(_run_path, path, [cell for cell in todo if cell.path == path], clock, tell)
             for path in PATHS
         ]
-        return [result for one in running for result in one.result()]
+        results = [result for one in running for result in one.result()]
+    for number, result in enumerate(results):
+        if result.late and result.late == len(result.problems):
+            (results[number],) = _run_path(result.cell.path, [result.cell], clock, tell)
+    return results
 
 
 def _run_path(path: str, todo: Sequence[Cell], clock: Path | None, tell: Tell) -> list[Result]:
