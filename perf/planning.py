@@ -1,7 +1,10 @@
 """A pull of very many spans: the share of it that is planning, and the memory that it takes.
 
-Planning is what happens before the transfer exists: all checks, and what they make of the lists of
-blocks.  Extra memory is the peak of a process during the pull over what it had before.
+Planning is what happens before the transfer is handed over: all checks, and what they make of the
+lists of blocks.  Posting is handing it over: on path "stream" the request is sent meanwhile, on
+path "get" it is nearly nothing.  Extra memory is the peak of a process during its first pull over
+what it had before; each line has two processes of its own, since a later pull finds memory that an
+earlier one has left.
 
     python perf/planning.py [--spans N] [--path get stream] [--rounds N] [--json FILE]
 """
@@ -26,6 +29,7 @@ from ucxkv import geometry, submission
 
 _BLOCK_BYTES = 16
 _TIMEOUT_MS = 60_000
+_ORDERS = ("ascending", "shuffled")
 
 
 def _status(field: str) -> int:
@@ -47,87 +51,109 @@ class Side(Engine):
         """Most bytes in memory since `rest`."""
         return _status("VmHWM")
 
+    def choose(self, spans: int, order: str) -> None:
+        """Choose the blocks: every other one of the source, and the others of the destination."""
+        self._sources = np.arange(0, 2 * spans, 2)
+        self._targets = np.arange(1, 2 * spans, 2)
+        if order == "shuffled":
+            np.random.default_rng(1).shuffle(self._targets)
+        memory.clear(self.tensors["kv"], self._targets)
 
-def _round(
-    engine: Side, remote_id: int, sources: np.ndarray, targets: np.ndarray
-) -> tuple[float, float]:
-    """Seconds of planning, and of all."""
-    index = ucxkv.CacheIndex(OWNER, remote_id)
-    running = engine.engine._engine()
-    start = time.perf_counter()
-    given = submission.common(
-        running,
-        index,
-        engine.caches["kv"],
-        ucxkv.KvCacheExtParam(tensor_num_per_layer=1),
-        _TIMEOUT_MS,
-    )
-    call = geometry.check_blocks(given, sources, targets)
-    transfer, begin = submission._prepare(running, call, attended=True)
-    planned = time.perf_counter()
-    begin()
-    transfer.result()
-    return planned - start, time.perf_counter() - start
+    def pull(self, remote_id: int, rounds: int) -> list[tuple[float, float, float]]:
+        """For each round the seconds of planning, of posting, and of all."""
+        return [self._pull(remote_id) for _ in range(rounds)]
+
+    def check(self) -> None:
+        """ValueError if a byte is wrong."""
+        memory.check(self.tensors["kv"], self._sources, self._targets)
+
+    def _pull(self, remote_id: int) -> tuple[float, float, float]:
+        running = self.engine._engine()
+        start = time.perf_counter()
+        given = submission.common(
+            running,
+            ucxkv.CacheIndex(OWNER, remote_id),
+            self.caches["kv"],
+            ucxkv.KvCacheExtParam(tensor_num_per_layer=1),
+            _TIMEOUT_MS,
+        )
+        call = geometry.check_blocks(given, self._sources, self._targets)
+        transfer, begin = submission._prepare(running, call, attended=True)
+        planned = time.perf_counter()
+        begin()
+        posted = time.perf_counter()
+        transfer.result()
+        return planned - start, posted - planned, time.perf_counter() - start
+
+
+def _measure(path: str, order: str, spans: int, rounds: int) -> records.Record:
+    shape = {"tensors": 1, "blocks": 2 * spans, "block_bytes": _BLOCK_BYTES, "kind": "ordinary"}
+    served = "planning:Side"
+    with (
+        Worker(served, name="owner") as owner,
+        Worker(served, name="puller", cluster_id=PULLER, listen=None, path=path) as puller,
+    ):
+        remote_id = owner.call("add", name="kv", filled=True, **shape)
+        puller.call("add", name="kv", filled=False, **shape)
+        puller.call("link", address=owner.call("address"))
+        puller.call("choose", spans=spans, order=order)
+        sides = owner, puller
+        rested = [side.call("rest") for side in sides]
+        puller.call("pull", remote_id=remote_id, rounds=1)
+        extra = [side.call("peak") - before for side, before in zip(sides, rested, strict=True)]
+        puller.call("check")
+        used = [side.call("cpu") for side in sides]
+        taken = puller.call("pull", remote_id=remote_id, rounds=rounds, timeout=60 * rounds)
+        cpu = [side.call("cpu") - before for side, before in zip(sides, used, strict=True)]
+        puller.call("check")
+    planning, posting, seconds = zip(*taken, strict=True)
+    return {
+        "kind": "planning",
+        "path": path,
+        "order": order,
+        "spans": spans,
+        "planning": planning,
+        "posting": posting,
+        "seconds": seconds,
+        "owner_cpu": cpu[0] / rounds,
+        "puller_cpu": cpu[1] / rounds,
+        "owner_bytes": extra[0],
+        "puller_bytes": extra[1],
+    }
 
 
 def measure(paths: Sequence[str], spans: int, rounds: int) -> list[records.Record]:
-    """One record per path and order of the blocks; they take turns."""
-    shape = {"tensors": 1, "blocks": 2 * spans, "block_bytes": _BLOCK_BYTES}
-    sources = np.arange(0, 2 * spans, 2)
-    ascending = np.arange(1, 2 * spans, 2)
-    orders = {"ascending": ascending, "shuffled": np.random.default_rng(1).permutation(ascending)}
+    """One record per path and order of the destination's blocks."""
     found = []
-    with terminal.progress() as bar, Worker("planning:Side", name="owner") as owner:
-        remote_id = owner.call("add", name="kv", kind="ordinary", filled=True, **shape)
-        task = bar.add_task("planning", total=rounds * len(paths) * len(orders))
-        for number, path in enumerate(paths):
-            engine = Side(PULLER + number, listen=None, path=path)
-            engine.link(owner.call("address"))
-            engine.add("kv", kind="ordinary", filled=False, **shape)
-            for order, targets in orders.items():
-                memory.clear(engine.tensors["kv"], targets)
-                rested = engine.rest(), owner.call("rest")
-                taken = [_round(engine, remote_id, sources, targets)]
-                extra = engine.peak() - rested[0], owner.call("peak") - rested[1]
-                memory.check(engine.tensors["kv"], sources, targets)
-                for _ in range(rounds):
-                    taken.append(_round(engine, remote_id, sources, targets))
-                    bar.advance(task)
-                found.append(
-                    {
-                        "kind": "planning",
-                        "path": path,
-                        "order": order,
-                        "spans": spans,
-                        "planning": [planned for planned, _ in taken[1:]],
-                        "seconds": [seconds for _, seconds in taken[1:]],
-                        "puller_bytes": extra[0],
-                        "owner_bytes": extra[1],
-                    }
-                )
-            engine.close()
+    with terminal.progress() as bar:
+        task = bar.add_task("planning", total=len(paths) * len(_ORDERS))
+        for path in paths:
+            for order in _ORDERS:
+                found.append(_measure(path, order, spans, rounds))
+                bar.advance(task)
     return found
 
 
-def share(record: records.Record) -> float:
-    """The share of planning in a pull."""
-    pairs = zip(record["planning"], record["seconds"], strict=True)
-    return median([planned / seconds for planned, seconds in pairs])
+def share(record: records.Record, part: str) -> float:
+    """The share of a part in a pull."""
+    pairs = zip(record[part], record["seconds"], strict=True)
+    return median([seconds / whole for seconds, whole in pairs])
 
 
 def table(results: Sequence[records.Record]) -> object:
     """One line per path and order."""
     return terminal.table(
-        f"A pull of {results[0]['spans']:,} spans of {_BLOCK_BYTES} bytes",
-        ["path", "blocks", "ms", "planning", "puller MB", "owner MB"],
+        f"A pull of {results[0]['spans']:,} spans of {_BLOCK_BYTES} bytes (owner + puller)",
+        ["path", "blocks", "ms", "planning", "posting", "CPU ms", "extra MB"],
         [
             [
                 record["path"],
                 record["order"],
                 f"{median(record['seconds']) * 1e3:.0f}",
-                f"{share(record) * 100:.1f} %",
-                f"{record['puller_bytes'] / 1e6:.0f}",
-                f"{record['owner_bytes'] / 1e6:.0f}",
+                f"{share(record, 'planning') * 100:.1f} %",
+                f"{share(record, 'posting') * 100:.1f} %",
+                f"{record['owner_cpu'] * 1e3:.0f} + {record['puller_cpu'] * 1e3:.0f}",
+                f"{record['owner_bytes'] / 1e6:.0f} + {record['puller_bytes'] / 1e6:.0f}",
             ]
             for record in results
         ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import gc
 import sys
 from collections import Counter
@@ -13,6 +15,18 @@ from children import actions
 
 if TYPE_CHECKING:
     from child import Context
+
+
+class MallocInfo(ctypes.Structure):
+    """struct mallinfo of glibc: bytes in use are `uordblks`, those of mappings `hblkhd`."""
+
+    _fields_ = [
+        (name, ctypes.c_int)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
 
 
 def link_pull_unlink(
@@ -103,3 +117,47 @@ def cycle_engines(ctx: Context, options: dict[str, Any], count: int) -> None:
             engine.finalize()
     del engines, engine
     gc.collect()
+
+
+def spend_lists(
+    ctx: Context, cluster_id: int, address: tuple[str, int], cache_id: int, path: str, count: int
+) -> int:
+    """Transfers of long lists of blocks that end in every way, the last with their engine.
+
+    Returns the bytes that the allocator has given away and not got back: what it keeps for later
+    varies by more than a few lists.
+    """
+    import ucxkv
+
+    blocks = 200_000
+    sources, targets = np.arange(blocks)[::-1], np.arange(blocks)
+    index, elsewhere = ucxkv.CacheIndex(cluster_id, cache_id), ucxkv.CacheIndex(999, cache_id)
+    tensor = np.zeros((blocks, 16), np.uint8)
+    options = {"path": path} if path == "get" else {}
+    for _ in range(count):
+        engine = actions.build_engine(3, options)
+        engine.link_llm_clusters([actions.cluster(cluster_id, address)], timeout_ms=5000)
+        cache = engine.register_kv_cache(None, [tensor])
+        engine.pull_kv_blocks(index, cache, sources, targets, timeout_ms=20000)
+        engine.pull_kv_blocks_async(index, cache, sources, targets).cancel()
+        engine.push_kv_blocks_async(cache, index, sources, targets, layer_ready=True).cancel()
+        for far, refused in ((elsewhere, targets), (index, targets + 1), (index, targets // 2)):
+            outcome = actions.attempt(
+                functools.partial(engine.pull_kv_blocks, far, cache, sources, refused)
+            )
+            if outcome.kind not in ("NotYetLink", "ParamInvalid"):
+                raise RuntimeError(f"{outcome.kind}: {outcome.message}")
+        running = [
+            engine.pull_kv_blocks_async(index, cache, sources, targets),
+            engine.push_kv_blocks_async(cache, index, sources, targets, layer_ready=True),
+        ]
+        engine.finalize()
+        for transfer in running:
+            if not transfer.done():
+                raise RuntimeError("a transfer has outlived its engine")
+    del running, transfer, engine, cache
+    gc.collect()
+    info = ctypes.CDLL(None).mallinfo
+    info.restype = MallocInfo
+    found = info()
+    return int(found.uordblks + found.hblkhd)

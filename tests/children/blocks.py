@@ -152,30 +152,82 @@ def permutation(seed: int, blocks: int) -> Any:
 
 
 def pull_permuted(
-    ctx: Context, name: str, cluster_id: int, cache_id: int, seed: int, **more: Any
+    ctx: Context,
+    name: str,
+    cluster_id: int,
+    cache_id: int,
+    seed: int,
+    *,
+    reuse: bool = False,
+    **more: Any,
 ) -> actions.Outcome:
-    """Pull every block to another place; extra["wrong"] are the tensors with wrong bytes."""
+    """Pull every block to another place; extra["wrong"] are the tensors with wrong bytes.
+
+    With `reuse` the lists get other contents as soon as the call has returned.
+    """
     import ucxkv
 
-    shape = ctx.caches[name].cache_desc.shape
-    sources, targets = permutation(1, shape[0]), permutation(2, shape[0])
-    outcome = actions.attempt(
-        lambda: ctx.engine.pull_kv_blocks(
+    blocks = ctx.caches[name].cache_desc.shape[0]
+    sources, targets = permutation(1, blocks), permutation(2, blocks)
+
+    def pull() -> Any:
+        transfer = ctx.engine.pull_kv_blocks_async(
             ucxkv.CacheIndex(cluster_id, cache_id), ctx.caches[name], sources, targets, **more
         )
+        if reuse:
+            sources[:] = targets[:] = 0
+        return transfer.result()
+
+    outcome = actions.attempt(pull)
+    outcome.extra["wrong"] = wrong_permuted(ctx, name, seed)
+    return outcome
+
+
+def push_permuted_layers(
+    ctx: Context, name: str, cluster_id: int, cache_id: int, **more: Any
+) -> actions.Outcome:
+    """Push every block to another place, a tensor at a time; the lists are gone before the first.
+
+    What takes their memory meanwhile are lists of zeros.
+    """
+    import ucxkv
+
+    desc = ctx.caches[name].cache_desc
+    sources, targets = permutation(1, desc.shape[0]), permutation(2, desc.shape[0])
+    push = ctx.engine.push_kv_blocks_async(
+        ctx.caches[name],
+        ucxkv.CacheIndex(cluster_id, cache_id),
+        sources,
+        targets,
+        ucxkv.KvCacheExtParam(tensor_num_per_layer=1),
+        layer_ready=True,
+        **more,
     )
-    whole = [
-        model.pattern(actions.tensor_seed(seed, tensor), 0, raw.size).reshape(shape)
-        for tensor, raw in enumerate(block_bytes(ctx, name))
-    ]
-    outcome.extra["wrong"] = [
+    sources[:] = targets[:] = 0
+    del sources, targets
+    zeros = [np.zeros(desc.shape[0], kind) for kind in (np.uint32, np.int64) for _ in range(8)]
+    for layer in reversed(range(desc.num_tensors)):
+        push.layer_ready(layer)
+    outcome = actions.attempt(push.result)
+    del zeros
+    return outcome
+
+
+def wrong_permuted(ctx: Context, name: str, seed: int) -> list[int]:
+    """Tensors whose blocks are not where they had to be moved to; -1 for bytes outside of all."""
+    shape = ctx.caches[name].cache_desc.shape
+    sources, targets = permutation(1, shape[0]), permutation(2, shape[0])
+    wrong = [
         tensor
-        for tensor, blocks in enumerate(block_bytes(ctx, name))
-        if not np.array_equal(blocks[targets], whole[tensor][sources])
+        for tensor, moved in enumerate(block_bytes(ctx, name))
+        if not np.array_equal(
+            moved[targets],
+            model.pattern(actions.tensor_seed(seed, tensor), 0, moved.size).reshape(shape)[sources],
+        )
     ]
     if not ctx.arenas[name].guards_intact():
-        outcome.extra["wrong"].append(-1)
-    return outcome
+        wrong.append(-1)
+    return wrong
 
 
 def memory(field: str) -> int:

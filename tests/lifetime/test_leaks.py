@@ -115,3 +115,14 @@ def test_engines_come_and_go(path: str) -> None:
     assert new.threads == old.threads, (old, new)
     assert new.maps <= old.maps + 20, (old, new)
     assert new.rss - old.rss < 16 << 20, (old, new)
+
+
+def test_block_lists_go_with_their_transfers(strangers: tuple[Peer, Peer], path: str) -> None:
+    """Whether those end well, are cancelled or refused, or end with their engine."""
+    owner, puller = strangers
+    cache_id = owner.call(actions.make_cache, "kv", 1, (200_000, 16), seed=1, access="rw")
+    arguments = (1, owner.address, cache_id, path)
+    before = puller.call(ageing.spend_lists, *arguments, 3, timeout=60)
+    after = puller.call(ageing.spend_lists, *arguments, 8, timeout=60)
+    # One list has as much.
+    assert after - before < 800_000

@@ -338,17 +338,37 @@ def test_neighbours_become_one_span(pair: tuple[Peer, Peer]) -> None:
     assert (single.bytes, single.spans) == (64_000, 1000)
 
 
-def test_lists_longer_than_a_message(pair: tuple[Peer, Peer]) -> None:
-    """Two tensors, 60,000 blocks each, in random order on both sides."""
+@pytest.mark.parametrize("reuse", [False, True], ids=["kept", "reused"])
+def test_lists_longer_than_a_message(pair: tuple[Peer, Peer], reuse: bool) -> None:
+    """Two tensors, 60,000 blocks each, in random order on both sides.
+
+    What becomes of the lists after the call is the caller's affair.
+    """
     owner, puller = pair
     cache_id = owner.call(actions.make_cache, "many", 2, (60_000, 24), seed=9)
     puller.call(actions.make_cache, "many", 2, (60_000, 24), access="")
-    outcome = puller.call(blocks.pull_permuted, "many", 1, cache_id, 9, timeout_ms=20000)
+    outcome = puller.call(
+        blocks.pull_permuted, "many", 1, cache_id, 9, reuse=reuse, timeout_ms=20000
+    )
     for peer in pair:
         peer.call(actions.drop_cache, "many")
     assert outcome.ok, outcome
     assert outcome.bytes == 2 * 60_000 * 24
     assert outcome.extra["wrong"] == []
+
+
+def test_lists_are_gone_before_a_layer_is_ready(pair: tuple[Peer, Peer]) -> None:
+    """The layers of a push share them, and have them until the last has landed."""
+    sender, receiver = pair
+    sender.call(actions.make_cache, "many", 3, (60_000, 24), seed=11)
+    cache_id = receiver.call(actions.make_cache, "many", 3, (60_000, 24), access="rw")
+    outcome = sender.call(blocks.push_permuted_layers, "many", 2, cache_id, timeout_ms=20000)
+    wrong = receiver.call(blocks.wrong_permuted, "many", 11)
+    for peer in pair:
+        peer.call(actions.drop_cache, "many")
+    assert outcome.ok, outcome
+    assert outcome.bytes == 3 * 60_000 * 24
+    assert wrong == []
 
 
 @pytest.mark.slow

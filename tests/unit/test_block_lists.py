@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,12 @@ def test_numbers_that_no_block_has(values: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "values", ["12", b"12", 3, 1.5, [0.5], [[1]], [True], [None], {1: 2}, [2**64], ["1"]], ids=repr
+    "values",
+    [
+        *("12", b"12", 3, 1.5, [0.5], [[1]], [True], [None], {1: 2}, [2**64], ["1"]),
+        *(np.array([True]), np.array([1.0]), np.array([1], object), np.array([[1]]), np.array(1)),
+    ],
+    ids=repr,
 )
 def test_what_is_no_list(values: Any) -> None:
     with pytest.raises(TypeError):
@@ -120,12 +126,31 @@ def test_distinct_finds_one_repetition_in_a_million() -> None:
             assert not made(values).distinct()
 
 
+@pytest.mark.parametrize("values", [range(0), range(3, 40, 4), range(40, 3, -4)], ids=repr)
+def test_ranges(values: range) -> None:
+    blocks = made(values)
+    assert (blocks.size, blocks.largest) == (len(values), max(values, default=0))
+    assert blocks.representable
+    assert blocks.distinct()
+
+
 def test_it_is_a_copy() -> None:
-    array = np.array([1, 2, 3])
+    array = np.array([3, 1, 2])
     blocks = made(array)
     array[:] = 2
     assert blocks.distinct()
     assert blocks.largest == 3
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.int64, ">i8"])
+def test_it_holds_nothing_of_what_it_was_made_from(dtype: Any) -> None:
+    array = np.array([3, 1, 2], dtype)
+    blocks = made(array)
+    alive = weakref.ref(array)
+    del array
+    gc.collect()
+    assert alive() is None
+    assert blocks.distinct()
 
 
 @pytest.mark.parametrize(
