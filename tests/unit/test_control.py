@@ -359,7 +359,7 @@ def test_interfaces() -> None:
 
 FORKED = """
     import os, sys, time, warnings
-    sys.path.insert(0, {here!r})
+    sys.path[:0] = {folders!r}
     from control_pairs import Member, eventually
     owner, puller = Member(1), Member(2)
     puller.link(owner)
@@ -383,7 +383,7 @@ FORKED = """
 """
 DROPPED = """
     import sys
-    sys.path.insert(0, {here!r})
+    sys.path[:0] = {folders!r}
     from control_pairs import Member
     owner, puller = Member(1), Member(2)
     puller.link(owner)
@@ -395,8 +395,9 @@ DROPPED = """
 def test_processes(script: str) -> None:
     """A forked child touches nothing of its parent's; an exit without a stop is quiet."""
     here = Path(__file__).resolve().parent
+    folders = [str(here), str(here.parent)]
     result = subprocess.run(
-        [sys.executable, "-X", "dev", "-c", textwrap.dedent(script.format(here=str(here)))],
+        [sys.executable, "-X", "dev", "-c", textwrap.dedent(script.format(folders=folders))],
         capture_output=True,
         text=True,
         timeout=60,
