@@ -25,7 +25,7 @@ PROTECTIONS = ("nothing", "a secret", "TLS")
 # Preamble, hello, proof or welcome, then those of the link itself.
 FRAMES = range(8)
 LINK_MS = 600
-CASES = rounds(40)
+CASES = rounds(20)
 
 
 @pytest.fixture(scope="module", params=PROTECTIONS)

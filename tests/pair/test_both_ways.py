@@ -13,8 +13,8 @@ from children import ageing, both_ways
 from harness import SCALE, Peer, Sample, wait_until
 
 LANES = 8
-WARM_UP_SECONDS = 3.0
-SECONDS = 8.0 * SCALE
+WARM_UP_SECONDS = 2.0
+SECONDS = 6.0 * SCALE
 # Otherwise glibc keeps what the temporary arrays of many threads have needed, and grows by that.
 HONEST_MALLOC = {
     "MALLOC_ARENA_MAX": "2",

@@ -181,8 +181,7 @@ def test_text_says_the_same_in_80_columns(tmp_path: Path) -> None:
     assert "all 12 equal to those of a single process" in ran.stdout
 
 
-@pytest.mark.parametrize("block_size", [1, 7, 4096])
-@pytest.mark.parametrize("path", ["get", "stream"])
+@pytest.mark.parametrize(("path", "block_size"), [("get", 1), ("stream", 7), ("get", 4096)])
 def test_pulled_blocks_give_the_tokens_of_a_single_process(
     tmp_path: Path, path: str, block_size: int
 ) -> None:
