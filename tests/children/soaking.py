@@ -9,6 +9,7 @@ written is painted, and has to stay as it was painted.
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import socket
 import threading
@@ -65,6 +66,8 @@ class End(Station):
         for one in owned:
             with contextlib.suppress(llm_error()):
                 one.drop(1000)
+        # Lanes refer to their station: what waits for a collection would look like a leak.
+        self.lanes.clear()
 
 
 def llm_error() -> type[Exception]:
@@ -312,6 +315,7 @@ def compare(ctx: Context, other: int) -> dict[str, Any]:
 
 def close_end(ctx: Context, other: int) -> None:
     _soak(ctx).ends.pop(other).close()
+    gc.collect()
 
 
 def caches(ctx: Context) -> tuple[int, int]:

@@ -126,3 +126,22 @@ def test_block_lists_go_with_their_transfers(strangers: tuple[Peer, Peer], path:
     after = puller.call(ageing.spend_lists, *arguments, 8, timeout=60)
     # One list has as much.
     assert after - before < 800_000
+
+
+def test_killed_peers_leave_nothing_open(path: str) -> None:
+    """UCX kept a socket of each connection that was refused, as those to a dead process are."""
+    with Peer(1, path=path, name="owner", fresh=True) as owner:
+        cache_id = owner.call(actions.make_cache, "kv", 4, (2, 300_000), seed=1)
+        counts = []
+        for _ in range(3):
+            with Peer(2, path=path, name="puller", listen=False, fresh=True) as puller:
+                puller.link(owner)
+                puller.call(actions.make_cache, "kv", 4, (2, 300_000), access="")
+                puller.start(actions.pull_many, "kv", 1, cache_id, 100_000, timeout_ms=5000)
+                wait_until(lambda: owner.call(actions.links) == {2: "up"})
+                time.sleep(0.1)
+                puller.kill()
+            wait_until(lambda: owner.call(actions.links) in ({2: "down"}, {}))
+            time.sleep(0.3)
+            counts.append(owner.sample().fds)
+        assert counts[-1] <= counts[0], counts

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from children import actions, crowd
-from harness import Peer
+from children import actions, crowd, jostling
+from harness import SCALE, Peer
 
 
 def test_from_one_peer(pair: tuple[Peer, Peer]) -> None:
@@ -92,3 +92,13 @@ def test_calls_from_many_threads(pair: tuple[Peer, Peer]) -> None:
 def test_two_engines_in_one_process(path: str, linking: str) -> None:
     with Peer(1, path=path, engine=False) as peer:
         assert peer.call(crowd.two_engines, path, linking) == []
+
+
+def test_everything_from_many_threads(path: str) -> None:
+    """Registering, linking, pulling, unlinking, closing and opening, in random order: what fails,
+    fails with an error of ours, and what succeeds has the right bytes."""
+    with Peer(1, path=path, engine=False, fresh=True) as peer:
+        found = peer.call(jostling.jostle, path, 8, 2.0 * SCALE, 5, timeout=60 + 4 * SCALE)
+    assert found["problems"] == [], found
+    for name in ("register", "unregister", "link", "pull", "unlink", "reopen"):
+        assert found["outcomes"].get(name), found
