@@ -150,7 +150,7 @@ def narrow(text: str) -> bool:
     return all(len(line) <= 80 for line in text.splitlines())
 
 
-@pytest.mark.parametrize("path", ["auto", "get", "stream"])
+@pytest.mark.parametrize("path", ["auto", "stream"])
 def test_the_pulled_cache_gives_the_tokens_of_a_single_process(tmp_path: Path, path: str) -> None:
     ran = demo(tmp_path, "--json", "--path", path)
     assert ran.returncode == 0, ran.stderr
