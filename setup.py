@@ -10,8 +10,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 # UCXKV_COVERAGE=1 builds for measuring coverage of the .pyx, UCXKV_SANITIZE=address (or another)
-# with that sanitizer, UCXKV_QUICK_BUILD=1 without optimization.  Timestamps do not tell such a build
-# from an ordinary one: the way back is `build_ext --force`.
+# with that sanitizer, UCXKV_QUICK_BUILD=1 without optimization.  Timestamps do not tell such builds
+# from ordinary ones: the way back is `build_ext --force`.
 coverage = os.environ.get("UCXKV_COVERAGE") == "1"
 sanitize = os.environ.get("UCXKV_SANITIZE")
 quick = os.environ.get("UCXKV_QUICK_BUILD") == "1"
