@@ -76,6 +76,8 @@ def sources() -> set[str]:
     found = set()
     for folder, folders, files in os.walk(ROOT):
         folders[:] = [f for f in folders if not any(fnmatch.fnmatch(f, out) for out in LEFT_OUT)]
+        if "pyvenv.cfg" in files:
+            folders.clear()
         for file in files:
             name = (Path(folder) / file).relative_to(ROOT).as_posix()
             if any(fnmatch.fnmatch(name, part) for part in PARTS):
