@@ -21,7 +21,7 @@ from libc.errno cimport EPERM, errno
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdio cimport snprintf
 from libc.string cimport memcpy
-from posix.fcntl cimport O_CLOEXEC, O_RDONLY, fcntl, open
+from posix.fcntl cimport O_CLOEXEC, O_NONBLOCK, O_RDONLY, fcntl, open
 from posix.types cimport off_t
 from posix.unistd cimport close, read
 
@@ -148,7 +148,8 @@ cdef void map_shared(RemoteMem* far, Link* link, int pid) noexcept nogil:
     if far.shared_length == 0:
         return
     snprintf(path, sizeof(path), b"/proc/%d/fd/%d", pid, far.shared_fd)
-    fd = open(path, O_RDONLY | O_CLOEXEC)
+    # What the peer names may be a pipe, whose opening would wait for a writer.
+    fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC)
     if fd < 0:
         return
     seals = fcntl(fd, F_GET_SEALS)

@@ -129,7 +129,7 @@ cdef void remote_unref(RemoteMem* r) noexcept nogil:
     r.refs -= 1
     if r.refs > 0:
         return
-    if r.mapped != NULL and r.core.copier_running:
+    if r.mapped != NULL and r.core.copier_running and not r.core.stop_copier:
         # Unmapping much takes long, and others want the lock.
         r.next = r.core.unmaps
         r.core.unmaps = r

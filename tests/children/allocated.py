@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,16 @@ def mappings(ctx: Context) -> tuple[int, int]:
         return sum("memfd:ucxkv" in line for line in maps), descriptors()
 
 
+def lonely_pipe(ctx: Context) -> int:
+    """The reading end of a named pipe that nobody will ever write to."""
+    if "pipe" not in ctx.values:
+        with tempfile.TemporaryDirectory() as folder:
+            place = os.path.join(folder, "pipe")
+            os.mkfifo(place)
+            ctx.values["pipe"] = os.open(place, os.O_RDONLY | os.O_NONBLOCK)
+    return int(ctx.values["pipe"])
+
+
 def without_seals(ctx: Context, fault: str) -> None:
     """What is allocated from now on can be shortened, or is said to be another file or place."""
     from ucxkv import datadist, tensors
@@ -67,6 +78,7 @@ def without_seals(ctx: Context, fault: str) -> None:
             "another inode": {"inode": shared.inode + 1},
             "another descriptor": {"fd": 0},
             "no descriptor": {"fd": 987_654},
+            "a pipe without a writer": {"fd": lonely_pipe(ctx)},
             "longer": {"length": shared.length + (1 << 30)},
             "shorter": {"length": 4096},
             "elsewhere": {"base": shared.base + (1 << 40)},

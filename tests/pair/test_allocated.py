@@ -84,7 +84,16 @@ def test_slots_and_sizes(peers: tuple[Peer, Peer, reuse.Board], target: None) ->
 
 
 @pytest.mark.parametrize(
-    "fault", ["none", "no seals", "another inode", "another descriptor", "no descriptor", "longer"]
+    "fault",
+    [
+        "none",
+        "no seals",
+        "another inode",
+        "another descriptor",
+        "no descriptor",
+        "a pipe without a writer",
+        "longer",
+    ],
 )
 def test_what_cannot_be_mapped_is_read(
     peers: tuple[Peer, Peer, reuse.Board], target: None, fault: str
