@@ -23,6 +23,7 @@ from ucxkv.core cimport (
     SIGNAL_NS,
     ST_CACHE_NOT_EXIST,
     ST_NOT_YET_LINK,
+    STREAM_CHUNK,
     WAITING,
     CacheMem,
     Core,
@@ -56,6 +57,16 @@ cdef extern from "<sys/eventfd.h>" nogil:
     int eventfd(unsigned int initval, int flags)
     int EFD_NONBLOCK
     int EFD_CLOEXEC
+
+
+cdef extern from "<sched.h>" nogil:
+    int sched_yield()
+
+
+cdef enum:
+    # An answer in one message, and how long its caller looks for it before he sleeps.
+    WATCHED_BYTES = STREAM_CHUNK
+    WATCH_NS = 60000
 
 
 cdef struct Side:
@@ -393,8 +404,11 @@ cdef bint wait_until(Core* core, Transfer* t, int64_t layer, uint64_t end) noexc
     cdef uint64_t now, until
     cdef timespec ts
     while not reached(t, layer):
-        if t.path == PATH_GET and t.state != WAITING:
-            drive(core, t, layer, end)
+        if t.state != WAITING:
+            if t.path == PATH_GET:
+                drive(core, t, layer, end)
+            elif t.path == PATH_STREAM and t.received == 0 and t.total <= WATCHED_BYTES:
+                watch(core, t, end)
             if reached(t, layer):
                 return True
         now = now_ns()
@@ -435,5 +449,29 @@ cdef void drive(Core* core, Transfer* t, int64_t layer, uint64_t end) noexcept n
             core_lock(core)
     t.drivers -= 1
     if t.state != DONE:
+        core_wake(core)
+    core_unlock(core)
+
+
+cdef void watch(Core* core, Transfer* t, uint64_t end) noexcept nogil:
+    """Look for the answer for a moment: a small one comes sooner than a sleeper wakes up."""
+    cdef uint64_t now = now_ns()
+    cdef bint moved = False
+    if now + WATCH_NS < end:
+        end = now + WATCH_NS
+    core_lock(core)
+    core.watchers += 1
+    while t.state != DONE and t.link != NULL and now < end:
+        moved = ucp_worker_progress(t.link.am.worker.worker) > 0 or moved
+        now = now_ns()
+        run_timers(core, now)
+        if t.link != NULL and t.link.dirty:
+            link_step(t.link, now)
+        core_unlock(core)
+        sched_yield()
+        core_lock(core)
+    core.watchers -= 1
+    # What has come for others is the service thread's.
+    if t.state != DONE or (moved and core.first_link != NULL and core.first_link.next != NULL):
         core_wake(core)
     core_unlock(core)
