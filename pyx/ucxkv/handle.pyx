@@ -49,7 +49,15 @@ from ucxkv.pthread cimport (
 )
 from ucxkv.service cimport link_step, run_timers
 from ucxkv.spans cimport Geometry, cursor_seek, geometry_bytes
-from ucxkv.transfer cimport transfer_begin, transfer_end, transfer_release, transfer_unref
+from ucxkv.transfer cimport (
+    transfer_begin,
+    transfer_begun,
+    transfer_end,
+    transfer_layers,
+    transfer_over,
+    transfer_release,
+    transfer_unref,
+)
 from ucxkv.ucp cimport UCS_OK, ucp_worker_progress, ucs_status_string
 
 
@@ -276,7 +284,7 @@ cdef class TransferHandle:
     @property
     def done(self):
         """Over, and nothing will be written on its behalf any more."""
-        return self.t.state == DONE
+        return bool(transfer_over(self.t))
 
     @property
     def status(self):
@@ -323,7 +331,7 @@ cdef class TransferHandle:
     @property
     def layers_done(self):
         """Layers that have landed, from the first on, and are known to be right."""
-        return self.t.layers_done
+        return transfer_layers(self.t)
 
     @property
     def spans(self):
@@ -333,7 +341,7 @@ cdef class TransferHandle:
     @property
     def seconds(self):
         """From its creation to its end (or to now)."""
-        cdef uint64_t end = self.t.ended if self.t.state == DONE else now_ns()
+        cdef uint64_t end = self.t.ended if transfer_over(self.t) else now_ns()
         return (end - self.t.submitted) * 1e-9
 
 
@@ -396,7 +404,7 @@ cdef Told* told_new(Transfer* t, bytes notice, uint32_t word_slot, uint64_t word
 
 
 cdef inline bint reached(const Transfer* t, int64_t layer) noexcept nogil:
-    return t.state == DONE or (layer >= 0 and t.layers_done > layer)
+    return transfer_over(t) or (layer >= 0 and transfer_layers(t) > layer)
 
 
 cdef bint wait_until(Core* core, Transfer* t, int64_t layer, uint64_t end) noexcept nogil:
@@ -404,15 +412,15 @@ cdef bint wait_until(Core* core, Transfer* t, int64_t layer, uint64_t end) noexc
     cdef uint64_t now, until
     cdef timespec ts
     while not reached(t, layer):
-        if t.state != WAITING:
+        if transfer_begun(t):
             if t.path == PATH_GET:
                 drive(core, t, layer, end)
-            elif t.path == PATH_STREAM and t.received == 0 and t.total <= WATCHED_BYTES:
+            elif t.path == PATH_STREAM and t.total <= WATCHED_BYTES:
                 watch(core, t, end)
             if reached(t, layer):
                 return True
         now = now_ns()
-        if t.state < DONE and now >= t.deadline:
+        if now >= t.deadline:
             core_lock(core)
             run_timers(core, now)
             core_unlock(core)
