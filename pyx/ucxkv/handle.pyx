@@ -35,7 +35,7 @@ from ucxkv.core cimport (
     core_unlock,
     core_wake,
 )
-from ucxkv.endpoint cimport NativeLink
+from ucxkv.endpoint cimport NativeLink, link_unref
 from ucxkv.geometry cimport Plan
 from ucxkv.memory cimport LocalCache, RemoteCache
 from ucxkv.pthread cimport (
@@ -465,9 +465,13 @@ cdef void watch(Core* core, Transfer* t, uint64_t end) noexcept nogil:
     """Look for the answer for a moment: a small one comes sooner than a sleeper wakes up."""
     cdef uint64_t now = now_ns()
     cdef bint moved = False
+    cdef Link* link
     if now + WATCH_NS < end:
         end = now + WATCH_NS
     core_lock(core)
+    link = t.link
+    if link != NULL:
+        link.refs += 1
     core.watchers += 1
     while t.state != DONE and t.link != NULL and now < end:
         moved = ucp_worker_progress(t.link.am.worker.worker) > 0 or moved
@@ -479,7 +483,13 @@ cdef void watch(Core* core, Transfer* t, uint64_t end) noexcept nogil:
         sched_yield()
         core_lock(core)
     core.watchers -= 1
+    if link != NULL:
+        if link.dirty and core.links[link.slot] == link:
+            link_step(link, now)
+        moved = link.dirty or (moved and core.first_link != NULL
+                               and core.first_link.next != NULL)
+        link_unref(link)
     # What has come for others is the service thread's.
-    if t.state != DONE or (moved and core.first_link != NULL and core.first_link.next != NULL):
+    if t.state != DONE or moved:
         core_wake(core)
     core_unlock(core)

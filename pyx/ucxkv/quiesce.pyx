@@ -330,6 +330,11 @@ cdef void quiesce_pump(Link* link) noexcept nogil:
             link.echo_due = 0
 
 
+cdef void quiesce_renewed(Link* link) noexcept nogil:
+    """The peer's endpoint has broken, perhaps with its answers to barriers: they are sent again."""
+    link.barriers_sent = link.echoed
+
+
 cdef void quiesce_plane_closed(Link* link) noexcept nogil:
     """Barriers that are not answered are sent again, and so are theirs by the peer."""
     link.barriers_sent = link.echoed

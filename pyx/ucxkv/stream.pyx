@@ -70,6 +70,7 @@ from ucxkv.message cimport (
     message_send_head,
 )
 from ucxkv.pthread cimport now_ns
+from ucxkv.quiesce cimport quiesce_renewed
 from ucxkv.spans cimport Geometry, cursor_advance, cursor_run, cursor_seek, geometry_bytes
 from ucxkv.transfer cimport (
     cancel_later,
@@ -567,6 +568,7 @@ cdef void ask_again(Link* link) noexcept nogil:
     cdef Transfer* t = link.transfers
     cdef uint32_t left = link.n_transfers
     link.renewed = False
+    quiesce_renewed(link)
     while left > 0:
         left -= 1
         if t.requested:
