@@ -722,7 +722,8 @@ class LlmDataDist:
         before and arrive later are refused, also where the peer is stopped and goes on much later.
         None stands for the whole cache.  Returns when the fences are over and every linked peer has
         confirmed, or at the timeout, when only peers that do not answer are left: their old pushes
-        stay refused until they do.  Pushes that begin after that are not affected.  An empty list
+        stay refused until they do.  Pushes that were called before, and only waited for a link that
+        was being restored, end too.  Pushes that begin after that are not affected.  An empty list
         names nothing; one of more than 500,000 blocks may end pushes into other blocks as well.
 
         Raises KvCacheNotExist if the cache is not registered, ParamInvalid for blocks out of range.

@@ -521,6 +521,11 @@ cdef class RemoteCache:
         return bool(self.mem.retired)
 
     @property
+    def quieted(self):
+        """How often its owner has quiesced a part of it."""
+        return self.mem.quieted
+
+    @property
     def active(self):
         """Running pulls that read it."""
         return self.mem.active
