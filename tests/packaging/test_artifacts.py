@@ -30,6 +30,7 @@ PARTS = (
     "pyproject.toml",
     "setup.py",
     ".ci/run",
+    "mkdocs.yml",
     "pyx/*.pyx",
     "pyx/*.pxd",
     "ucxkv/*.py",
@@ -43,6 +44,7 @@ PARTS = (
     "perf/*.c",
     "perf/*.pyx",
     "docs/*.md",
+    "docs/*.py",
 )
 SMALL_DEMO = ("--layers=2", "--dim=64", "--heads=2", "--kv-heads=1", "--ffn=64", "--tokens=3")
 LIBRARIES = ("libucm.so.0", "libucs.so.0", "libuct.so.0", "libucp.so.0")
