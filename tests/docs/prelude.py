@@ -34,8 +34,16 @@ host: str
 port: int
 
 
+# Of a model in another library.
+model: Any
+prompt: Any
+cache_of_the_model: Any
+told: bytes
+
+
 def attend(layer: int) -> None: ...
-def send_to_decode(token: str, blocks: Sequence[int]) -> None: ...
+def send_to_decode(token: str | bytes, blocks: Sequence[int]) -> None: ...
+def wait_for_decode() -> None: ...
 def release_blocks_of(request: bytes) -> None: ...
 
 
@@ -56,16 +64,21 @@ __all__ = [
     "blocks",
     "cache",
     "cache_id",
+    "cache_of_the_model",
     "decode",
     "engine",
     "host",
+    "model",
     "np",
     "our_blocks",
     "ours",
     "port",
     "prefill",
+    "prompt",
     "release_blocks_of",
     "send_to_decode",
     "tensors",
     "token",
+    "told",
+    "wait_for_decode",
 ]

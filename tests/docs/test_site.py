@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -62,3 +63,10 @@ def test_nothing_comes_from_elsewhere(site: Path) -> None:
             r'<(?:script|link|img)[^>]+(?:src|href)="(https?://[^"]+)"', page.read_text()
         )
         assert sources == [], page
+
+
+def test_fields_are_lists(site: Path) -> None:
+    """As in the docstring of Options, where each has a line of its own."""
+    page = (site / "reference/options.html").read_text()
+    for field in dataclasses.fields(ucxkv.Options):
+        assert re.search(rf"<li>\s*(<p>)?<code>{field.name}</code>", page), field.name

@@ -45,6 +45,7 @@ PARTS = (
     "perf/*.pyx",
     "docs/*.md",
     "docs/*.py",
+    "docs/*.css",
 )
 SMALL_DEMO = ("--layers=2", "--dim=64", "--heads=2", "--kv-heads=1", "--ffn=64", "--tokens=3")
 LIBRARIES = ("libucm.so.0", "libucs.so.0", "libuct.so.0", "libucp.so.0")
