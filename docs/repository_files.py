@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mkdocs.structure.files import File
+from mkdocs.structure.files import File, InclusionLevel
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -24,17 +24,23 @@ _PAGES = {
     "SECURITY.md": "security.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "LICENSE": "LICENSE",
     "perf/README.md": "measuring.md",
 }
 _FILES = {page: file for file, page in _PAGES.items()}
+# Files that pages lead to, as they are.
+_PLAIN = ("LICENSE", "examples/*.py")
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the files outside of docs/."""
-    for file, page in _PAGES.items():
-        files.append(File.generated(config, page, abs_src_path=str(_ROOT / file)))
+    plain = [file for pattern in _PLAIN for file in _ROOT.glob(pattern)]
+    added = {file.relative_to(_ROOT).as_posix(): file for file in plain}
+    added |= {page: _ROOT / file for file, page in _PAGES.items()}
+    for uri, file in added.items():
+        files.append(
+            File.generated(config, uri, abs_src_path=str(file), inclusion=InclusionLevel.INCLUDED)
+        )
     return files
 
 

@@ -31,6 +31,8 @@ PARTS = (
     "setup.py",
     ".ci/run",
     "mkdocs.yml",
+    "docs/*.py",
+    "docs/*.css",
     "pyx/*.pyx",
     "pyx/*.pxd",
     "ucxkv/*.py",
@@ -44,8 +46,6 @@ PARTS = (
     "perf/*.c",
     "perf/*.pyx",
     "docs/*.md",
-    "docs/*.py",
-    "docs/*.css",
 )
 SMALL_DEMO = ("--layers=2", "--dim=64", "--heads=2", "--kv-heads=1", "--ffn=64", "--tokens=3")
 LIBRARIES = ("libucm.so.0", "libucs.so.0", "libuct.so.0", "libucp.so.0")
