@@ -103,7 +103,8 @@ def predict(
     each = whole.bytes / whole.operations
     in_flight = max(1, min(path.in_flight, int(path.window / each))) * links * owners
     in_flight = min(in_flight, whole.operations)
-    one = path.latency + (owner + wire + puller) / whole.operations
+    # A large operation is split over all rails; of a small one the wire's share is little anyway.
+    one = path.latency + (owner + wire / rails + puller) / whole.operations
     parts = {
         "puller": puller * path.unhelped(whole.bytes),
         "owner": owner / owners,
@@ -114,7 +115,7 @@ def predict(
         parts["cores"] = (owner + puller) / path.cores
     slowest = max(parts, key=lambda name: parts[name])
     # The first operation passes every part before the slowest one sets the pace.
-    fill = (owner + wire + puller - parts[slowest]) / whole.operations
+    fill = (owner + wire / rails + puller - parts[slowest]) / whole.operations
     calls = path.call + (owners * links - 1) * path.another
     return calls + parts[slowest] + max(0.0, fill), slowest
 

@@ -53,7 +53,7 @@ def test_small_spans_are_as_fast_as_they_are_posted() -> None:
 
 def test_rails_share_the_bytes_but_not_the_posting() -> None:
     one, _ = loggp.predict(WIRE, 1000, 1 << 20)
-    two, decides = loggp.predict(replace(WIRE, window=64 << 20), 1000, 1 << 20, rails=2)
+    two, decides = loggp.predict(WIRE, 1000, 1 << 20, rails=2)
     assert decides == "wire"
     assert two == pytest.approx(one / 2, rel=0.01)
     assert loggp.predict(WIRE, 1000, 4096, rails=2)[1] == "puller"
