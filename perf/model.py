@@ -475,7 +475,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.owners,
             options.links,
         )
-        records.write(options.json, found)
+        records.write(options.json, [environment(), *found])
         console.print(fabric_table(found))
         return 0
     if options.measured:
