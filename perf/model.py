@@ -41,6 +41,8 @@ _SMALL = 64 << 10
 _FITTED = (1 << 10, 16 << 10, 1 << 20)
 _PREDICTED = (4 << 10, 64 << 10, 256 << 10)
 _COUNTS = (1, 4, 16, 64, 256, 1024, 4096)
+# Pulls at a time, and bytes of each, that tell what a message costs.
+_BURST, _BURST_BYTES = 128, 4 << 10
 _CACHE_BYTES = 128 << 20
 _MOST_BYTES = 32 << 20
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -93,12 +95,13 @@ FABRICS = {
 
 @dataclass(frozen=True)
 class Point:
-    """One kind of pull, and what it took."""
+    """One kind of pull, or of as many at a time from each owner, and what it took."""
 
     path: str
     span_bytes: int
     spans: int
     owners: int
+    pulls: int
     seconds: float
     waited: float
     owner_cpu: float
@@ -107,7 +110,12 @@ class Point:
     @property
     def fitted(self) -> bool:
         """Whether costs are fitted to it; otherwise it is predicted."""
-        return self.span_bytes in _FITTED
+        return self.span_bytes in _FITTED and not self.burst
+
+    @property
+    def burst(self) -> bool:
+        """Whether it was many pulls, which tell what a message costs, and are not predicted."""
+        return self.pulls > 1
 
     @property
     def bytes(self) -> int:
@@ -171,29 +179,33 @@ class Bench:
                 owner.call("remove", name="kv")
 
     def pull(
-        self, path: str, spans: int, owners: int, random_: np.random.Generator
+        self, path: str, spans: int, owners: int, pulls: int, numbers: np.random.Generator
     ) -> tuple[float, float, float, float]:
-        """Pull so many spans, of the owners in equal shares.
+        """Pull so many spans, in equal shares of the owners and of the pulls from each.
 
         Seconds that it took, that threads waited for a processor, and CPU seconds of both sides.
         """
         engine = self.engines[path]
         half = self._blocks // 2
         # Every other block of both sides, so that none is another's neighbour.
-        places = random_.permutation(half)[:spans] * 2
-        shares = np.array_split(places, owners)
+        places = numbers.permutation(half)[:spans] * 2
+        shares = np.array_split(places, owners * pulls)
         one = ucxkv.KvCacheExtParam(tensor_num_per_layer=1)
         cache = engine.caches["kv"]
         before = [owner.call("used") for owner in self.owners]
         ours = engine.used()
         start = time.perf_counter()
-        if owners == 1:
+        if len(shares) == 1:
             index = ucxkv.CacheIndex(OWNER, self._ids[0])
             engine.engine.pull_kv_blocks(index, cache, places, places + 1, one)
         else:
             running = [
                 engine.engine.pull_kv_blocks_async(
-                    ucxkv.CacheIndex(OWNER + 10 * i, self._ids[i]), cache, share, share + 1, one
+                    ucxkv.CacheIndex(OWNER + 10 * (i % owners), self._ids[i % owners]),
+                    cache,
+                    share,
+                    share + 1,
+                    one,
                 )
                 for i, share in enumerate(shares)
             ]
@@ -217,9 +229,11 @@ def measure(
         task = bar.add_task("pulls", total=len(sizes) * rounds)
         for size in sizes:
             counts = [n for n in _COUNTS if n * size <= most and 2 * n * size <= cache_bytes]
-            cells = [(path, n, 1) for path in paths for n in counts]
-            cells += [(path, n, 2) for path in paths for n in counts if n > 1]
-            taken: dict[tuple[str, int, int], list[tuple[float, ...]]] = {}
+            cells = [(path, n, 1, 1) for path in paths for n in counts]
+            cells += [(path, n, 2, 1) for path in paths for n in counts if n > 1]
+            if size == _BURST_BYTES and "stream" in paths:
+                cells.append(("stream", _BURST, 1, _BURST))
+            taken: dict[tuple[str, int, int, int], list[tuple[float, ...]]] = {}
             order = random.Random(size)
             numbers = np.random.default_rng(size)
             with bench.spans_of(size):
@@ -229,12 +243,9 @@ def measure(
                     for cell in order.sample(cells, len(cells)):
                         taken.setdefault(cell, []).append(bench.pull(*cell, numbers))
                     bar.advance(task)
-            for (path, spans, owners), rows in taken.items():
+            for (path, *how), rows in taken.items():
                 kept = sorted(rows, key=lambda row: row[1])[: max(1, round(len(rows) * _KEPT))]
-                seconds, waited, owner, puller = (
-                    median(column) for column in zip(*kept, strict=True)
-                )
-                points.append(Point(path, size, spans, owners, seconds, waited, owner, puller))
+                points.append(Point(path, size, *how, *map(median, zip(*kept, strict=True))))
     return points
 
 
@@ -250,7 +261,8 @@ def costs(path: str, points: Sequence[Point], cores: int) -> loggp.Path:
             key=lambda one: sum(error(one, point) ** 2 for point in alone),
         )
     else:
-        found = _streamed(shape, alone)
+        bursts = [point for point in points if point.path == path and point.burst]
+        found = _streamed(shape, alone, bursts)
     more = [point for point in fitted if point.owners > 1 and point.bytes <= _SMALL]
     each = median([point.seconds - _predicted(found, point) for point in more])
     return replace(found, another=max(0.0, each))
@@ -272,13 +284,23 @@ def _copied(shape: loggp.Path, points: Sequence[Point], helper: float) -> loggp.
     return replace(helped, call=call, puller=Part(*puller))
 
 
-def _streamed(shape: loggp.Path, points: Sequence[Point]) -> loggp.Path:
-    """Two sides work at the same time: their processors' times tell who does what."""
-    rows = [[1.0, *row] for row in _columns(shape, points)]
+def _streamed(shape: loggp.Path, points: Sequence[Point], bursts: Sequence[Point]) -> loggp.Path:
+    """Two sides work at the same time: their processors' times tell who does what.
+
+    Messages are as many as the bytes make them, so what one costs cannot be told from those of
+    large pulls.  An owner that serves many small ones has a request and a message for each.
+    """
+    small = [point for point in points if point.bytes <= _SMALL]
+    rows = [[1.0, spans, nbytes] for spans, _, nbytes in _columns(shape, points)]
     _, *owner = loggp.fit(rows, [point.owner_cpu for point in points])
     _, *puller = loggp.fit(rows, [point.puller_cpu for point in points])
-    found = replace(shape, owner=Part(*owner), puller=Part(*puller))
-    small = [point for point in points if point.bytes <= _SMALL]
+    each = [point.owner_cpu / point.pulls - owner[0] - owner[1] * _BURST_BYTES for point in bursts]
+    message = max(0.0, *each)
+    parts = [
+        Part(span, message, max(0.0, byte - message / shape.operation_bytes))
+        for span, byte in (owner, puller)
+    ]
+    found = replace(shape, owner=parts[0], puller=parts[1])
     call = max(0.0, median([point.seconds - _predicted(found, point) for point in small]))
     return replace(found, call=call, latency=call)
 
@@ -308,18 +330,18 @@ def smallest_window(path: loggp.Path, span_bytes: int, rails: int) -> int:
 
 
 def even_span(path: loggp.Path) -> float:
-    """Bytes of the span that costs as much for being one as for its bytes."""
-    part = max(path.puller, path.owner, path.wire, key=lambda one: one.span + one.operation)
-    byte = max(path.puller.byte, path.owner.byte, path.wire.byte)
-    single = part.operation if path.operation_spans == 1 else 0.0
-    return (part.span + single) / byte if byte else 0.0
+    """Bytes of a span that costs as much for being one as for its bytes: merging pays below."""
+    parts = path.puller, path.owner, path.wire
+    single = path.operation_spans == 1
+    span = max(part.span + single * part.operation for part in parts)
+    return span / max(part.byte for part in parts)
 
 
 def validation_table(found: dict[str, loggp.Path], points: Sequence[Point]) -> object:
     """One line per path, span size and number of owners of what was predicted."""
     rows: dict[tuple[str, int, int], list[Point]] = {}
     for point in points:
-        if not point.fitted:
+        if not (point.fitted or point.burst):
             rows.setdefault((point.path, point.span_bytes, point.owners), []).append(point)
     lines = []
     for (path, size, owners), group in sorted(rows.items()):
@@ -358,9 +380,20 @@ def costs_table(found: dict[str, loggp.Path]) -> object:
                     f"{part.operation * 1e6:.1f}",
                     f"{1e-9 / part.byte:.2f}" if part.byte else "-",
                     f"{path.helper:.2f}" if side == "puller" else "-",
+                    f"{even_span(path) / _KIB:.1f}" if side == "puller" else "-",
                 ]
             )
-    columns = ["path", "part", "call µs", "another", "span µs", "operation µs", "GB/s", "helper"]
+    columns = [
+        "path",
+        "part",
+        "call µs",
+        "another",
+        "span µs",
+        "operation",
+        "GB/s",
+        "helper",
+        "even KiB",
+    ]
     return terminal.table("Costs, fitted to other pulls", columns, lines)
 
 
@@ -415,6 +448,7 @@ def fabric_records(
                         "seconds": seconds,
                         "decides": decides,
                         "window": smallest_window(fabric.path, span, count),
+                        "even_span": even_span(fabric.path),
                         "drain": fabric.path.window * fabric.path.wire.byte / count,
                         "published": published,
                         "published_by": source,
@@ -493,7 +527,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path: costs(path, points, machine["usable_cores"])
         for path in dict.fromkeys(p.path for p in points)
     }
-    predicted = [point for point in points if not point.fitted]
+    predicted = [point for point in points if not (point.fitted or point.burst)]
     worst = max(abs(error(paths[point.path], point)) for point in predicted)
     records.write(
         options.json,
@@ -505,7 +539,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     "kind": "point",
                     **asdict(point),
                     "fitted": point.fitted,
-                    "predicted": _predicted(paths[point.path], point),
+                    "predicted": None if point.burst else _predicted(paths[point.path], point),
                 }
                 for point in points
             ),
