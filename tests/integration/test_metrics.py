@@ -60,7 +60,9 @@ def value(samples: Samples, name: str, **labels: str) -> float:
 
 def test_metrics_are_the_engines_own_figures(busy: tuple[Peer, Peer], path: str) -> None:
     _, puller = busy
-    samples = samples_of(puller.call(watching.metrics))
+    text = puller.call(watching.metrics)
+    assert puller.call(watching.metrics, own=True) == text
+    samples = samples_of(text)
     stats = puller.call(pushing.totals, 1)["engine"]
     assert stats.transfers == 7
     for prefix, labels, whose in (

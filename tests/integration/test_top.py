@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -131,6 +132,11 @@ class Terminal:
         self.text += new
 
     def close(self) -> int:
+        """Read on to the end; the exit code."""
+        with contextlib.suppress(OSError):
+            while select.select([self.fd], [], [], 20)[0] and os.read(self.fd, 65536):
+                pass
+        # What still runs ends with its terminal.
         os.close(self.fd)
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
