@@ -80,7 +80,9 @@ def decode(
             report = arriving.result()
             assert arriving.done()
             assert report.bytes == bytes_of(ctx, arriving)
-        return [[*one, *others] for one, others in zip(begun[rows].tolist(), more.tolist())]
+        return [
+            [*one, *others] for one, others in zip(begun[rows].tolist(), more.tolist(), strict=True)
+        ]
 
     outcome = attempt(run)
     outcome.extra["caches"] = len(ctx.engine._engine().catalogue.snapshot())

@@ -42,6 +42,7 @@ PARTS = (
     "perf/*.md",
     "perf/*.c",
     "perf/*.pyx",
+    "examples/*.py",
     "docs/*.md",
     "docs/*.json",
 )

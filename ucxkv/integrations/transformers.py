@@ -100,8 +100,8 @@ def offer(engine: LlmDataDist, cache: Any, *, peers: Sequence[int] | None = None
     The model must not run on with this cache before the offer is closed.  Memory is not copied,
     except for sliding windows that have slid, which transformers keeps as views with gaps.
 
-    Raises FeatureNotEnabled for layers of an unknown kind, ParamInvalid for an empty cache, and what
-    `register_kv_cache` raises.
+    Raises FeatureNotEnabled for layers of an unknown kind, ParamInvalid for an empty cache, and
+    what `register_kv_cache` raises.
     """
     found = [_look_at(number, layer) for number, layer in enumerate(cache.layers)]
     if not found:
@@ -136,17 +136,17 @@ def offer(engine: LlmDataDist, cache: Any, *, peers: Sequence[int] | None = None
     return offered
 
 
-def _look_at(number: int, layer: Any) -> tuple[_Layer, tuple[torch.Tensor, torch.Tensor]]:
+def _look_at(number: int, layer: Any) -> tuple[_Layer, list[torch.Tensor]]:
     kind = type(layer).__name__
     if kind not in (*_DYNAMIC, *_STATIC, _QUANTIZED):
         raise FeatureNotEnabled(f"layer {number} is a {kind}, which cannot be handed over")
     if not layer.is_initialized:
         raise ParamInvalid(f"layer {number} has nothing in it yet")
-    tensors = layer.keys, layer.values
+    tensors = [layer.keys, layer.values]
     scales = None
     if kind == _QUANTIZED:
         (keys, key_scale), (values, value_scale) = layer._quantized_keys, layer._quantized_values
-        tensors = keys, values
+        tensors = [keys, values]
         scales = float(key_scale), float(value_scale)
     state = _Layer(
         kind,
