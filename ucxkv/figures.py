@@ -106,6 +106,7 @@ class Figures(msgspec.Struct, frozen=True):
 
     `at` is a time of a clock that only runs on, in seconds, `started` one since the epoch.
     `registered_bytes` are those of all caches; memory that is registered twice is counted twice.
+    `pinned_bytes` are those that UCX has mapped for one-sided reads, which RDMA pins.
     """
 
     cluster_id: int
@@ -121,6 +122,7 @@ class Figures(msgspec.Struct, frozen=True):
     links: list[LinkFigures] = []
     caches: int = 0
     registered_bytes: int = 0
+    pinned_bytes: int = 0
     holds: int = 0
     notices_received: int = 0
     notices_queued: int = 0
@@ -154,6 +156,7 @@ def figures_of(running: Running) -> Figures:
         notices_queued=counted["notices_queued"],
         notices_waiting=counted["notices_waiting"],
         dropped=counted["dropped"],
+        pinned_bytes=sum(entry.native.pinned for entry in entries),
     )
 
 

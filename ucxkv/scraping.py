@@ -103,6 +103,7 @@ def _engine(samples: _Samples, info: _Labels, at: float) -> Figures:
         links=links,
         caches=value("caches"),
         registered_bytes=value("registered_bytes"),
+        pinned_bytes=value("pinned_bytes"),
         holds=value("holds"),
         notices_received=value("notices_received_total"),
         notices_queued=value("notices_queued"),

@@ -56,9 +56,11 @@ def _in_windows(pid: int | None) -> list[Figures]:
     for name in window.names(pid):
         try:
             found.append(window.look(name))
-        except (ConnectionError, PermissionError, ValueError) as error:
-            # Closed between the two, or another user's.
+        except (OSError, ValueError) as error:
+            # Closed between the two, another user's, or one that does not answer.
             trouble = error
+    if not found and isinstance(trouble, TimeoutError):
+        raise trouble
     if not found:
         whose = "here" if pid is None else f"in process {pid}"
         raise Gone(f"no engine is open {whose}" + (f": {trouble}" if trouble else ""))
@@ -171,7 +173,7 @@ def _summary(one: Figures, recent: Totals, seconds: float) -> Table:
     right += [
         ("running", f"{one.running:,}", ""),
         ("holds, notices", f"{one.holds:,}, {notices}", ""),
-        ("caches", f"{one.caches:,}", _size(one.registered_bytes)),
+        (f"{one.caches:,} caches", _size(one.registered_bytes), f"{_size(one.pinned_bytes)} pin"),
     ]
     for row in zip(left, right, strict=True):
         table.add_row(*row[0], *row[1])

@@ -133,3 +133,41 @@ def forgotten_pull(ctx: Context, name: str, cluster_id: int, cache_id: int) -> N
 def copy(ctx: Context, name: str) -> Outcome:
     cache = ctx.caches[name]
     return attempt(lambda: ctx.engine.copy_kv_cache(cache, cache, 0, 1))
+
+
+def scrape_while_ending(ctx: Context, rounds: int) -> list[str]:
+    """Open and close engines while their metrics are asked for all the time; what went wrong."""
+    import ucxkv
+    from ucxkv.figures import figures_of
+
+    problems: list[str] = []
+    over = threading.Event()
+
+    def scrape() -> None:
+        while not over.is_set():
+            try:
+                metrics(ctx)
+            except Exception as error:
+                problems.append(repr(error))
+                return
+
+    thread = threading.Thread(target=scrape)
+    thread.start()
+    try:
+        for number in range(rounds):
+            options = ucxkv.Options(listen="127.0.0.1:0")
+            with (
+                ucxkv.LlmDataDist(100 + number, options=options) as first,
+                ucxkv.LlmDataDist(200 + number) as second,
+            ):
+                assert first.listen_address
+                host, port = first.listen_address
+                cluster = ucxkv.ClusterInfo(first.cluster_id, [ucxkv.IpInfo(host, port)])
+                second.link_llm_clusters([cluster], timeout_ms=5000)
+                running = first._engine()
+            # Whoever had begun to look may still do so.
+            figures_of(running)
+    finally:
+        over.set()
+        thread.join()
+    return problems

