@@ -163,6 +163,7 @@ def _summary(one: Figures, recent: Totals, seconds: float) -> Table:
         ("pulled, stream", _speed(rate(recent.bytes_stream)), _size(totals.bytes_stream)),
         ("pushed", _speed(rate(recent.bytes_pushed)), _size(totals.bytes_pushed)),
         ("served by stream", _speed(rate(recent.bytes_served)), _size(totals.bytes_served)),
+        ("spans", _often(rate(recent.spans)), f"{totals.spans:,}"),
         ("transfers", _often(rate(recent.transfers)), f"{totals.transfers:,}"),
         ("failed", _often(rate(recent.failed)), f"{totals.failed:,}"),
     ]
@@ -173,7 +174,8 @@ def _summary(one: Figures, recent: Totals, seconds: float) -> Table:
     right += [
         ("running", f"{one.running:,}", ""),
         ("holds, notices", f"{one.holds:,}, {notices}", ""),
-        (f"{one.caches:,} caches", _size(one.registered_bytes), f"{_size(one.pinned_bytes)} pin"),
+        ("caches", f"{one.caches:,}", _size(one.registered_bytes)),
+        ("pinned", "", _size(one.pinned_bytes)),
     ]
     for row in zip(left, right, strict=True):
         table.add_row(*row[0], *row[1])

@@ -146,6 +146,30 @@ def test_each_metric_of_the_dashboard_is_there(busy: tuple[Peer, Peer]) -> None:
     }
 
 
+def test_promtool_can_read_the_dashboard(tmp_path: Path) -> None:
+    tool = program("promtool", "prometheus")
+    dashboard = json.loads(DASHBOARD.read_text())
+    rules = [
+        {"record": f"panel:{panel['id']}:{number}", "expr": filled_in(target["expr"])}
+        for panel in dashboard["panels"]
+        for number, target in enumerate(panel["targets"])
+    ]
+    file = tmp_path / "rules.yaml"
+    # JSON is YAML.
+    file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
+    done = subprocess.run(
+        [tool, "check", "rules", str(file)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"SUCCESS: {len(rules)} rules found" in done.stdout
+
+
+def filled_in(expression: str) -> str:
+    """As Grafana does it."""
+    expression = expression.replace("$__rate_interval", "1m")
+    return re.sub(r"\$\w+", ".*", expression)
+
+
 def test_a_dead_peer_shows(path: str) -> None:
     with (
         Peer(1, path=path, name="owner", fresh=True) as owner,

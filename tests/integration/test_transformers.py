@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,23 @@ def test_the_tokens_depend_on_every_layer(both: tuple[Peer, Peer]) -> None:
     """Otherwise equal ones would show nothing."""
     alone, together = handed_over(both, TASK, [0, 1, 2], spoil=True)
     assert together != alone
+
+
+def test_each_layer_waits_for_its_bytes(both: tuple[Peer, Peer], path: str) -> None:
+    """From a process that is stopped they come all the same, or not before it goes on."""
+    prefill, decode = both
+    told, first, alone = prefill.call(handing.prefill, TASK, timeout=120)
+    call = (handing.decode, TASK, told, first, [0, 1, 2])
+    assert decode.call(*call, timeout=120).value == alone
+    with prefill.stopped():
+        pending = decode.start(*call)
+        if path == "get":
+            assert pending.result(120).value == alone
+        else:
+            time.sleep(1.0)
+            assert not pending.done()
+    assert pending.result(120).value == alone
+    prefill.call(handing.withdraw)
 
 
 def test_caches_of_another_kind(both: tuple[Peer, Peer]) -> None:
