@@ -125,9 +125,25 @@ def refused_offers(ctx: Context) -> dict[str, Outcome]:
     return {name: attempt(lambda: offer(ctx.engine, cache)) for name, cache in caches.items()}  # noqa: B023
 
 
-def bad_bytes(ctx: Context) -> Outcome:
+def bad_bytes(ctx: Context, told: bytes, seed: int, count: int) -> list[str]:
+    """The errors of receiving what others have made of a good offer; all of them are ours."""
+    import random
+
     from transformers import DynamicCache
 
+    from ucxkv import LlmError
     from ucxkv.integrations.transformers import receive
 
-    return attempt(lambda: receive(ctx.engine, 1, b"nonsense", DynamicCache()))
+    chance = random.Random(seed)
+    kinds = set()
+    for _ in range(count):
+        bad = bytearray(told)
+        for _ in range(chance.randint(1, 4)):
+            bad[chance.randrange(len(bad))] = chance.choice((0, 1, 2, 255, chance.randrange(256)))
+        try:
+            with receive(ctx.engine, 1, bytes(bad), DynamicCache(), timeout_ms=50) as arriving:
+                arriving.result()
+        except LlmError as error:
+            kinds.add(type(error).__name__)
+    assert attempt(lambda: receive(ctx.engine, 1, b"nonsense", DynamicCache())).status
+    return sorted(kinds)

@@ -130,6 +130,19 @@ def forgotten_pull(ctx: Context, name: str, cluster_id: int, cache_id: int) -> N
     ctx.engine.pull_kv_cache_async(index, ctx.caches[name], timeout_ms=5000)
 
 
+def layered_push(ctx: Context, name: str, cluster_id: int, cache_id: int) -> Outcome:
+    """A push whose layers are ready one by one, the last one first."""
+    import ucxkv
+
+    index = ucxkv.CacheIndex(cluster_id, cache_id)
+    push = ctx.engine.push_kv_cache_async(
+        ctx.caches[name], index, layer_ready=True, timeout_ms=5000
+    )
+    for layer in reversed(range(4)):
+        push.layer_ready(layer)
+    return attempt(push.result)
+
+
 def copy(ctx: Context, name: str) -> Outcome:
     cache = ctx.caches[name]
     return attempt(lambda: ctx.engine.copy_kv_cache(cache, cache, 0, 1))

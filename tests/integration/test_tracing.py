@@ -123,6 +123,10 @@ def test_pushes_and_copies(traced: tuple[Peer, Peer, int]) -> None:
     span = one(puller, "push_kv_cache")
     assert span["attributes"]["ucxkv.cache"] == inbox
     assert span["attributes"]["ucxkv.bytes"] == 2 * LAYERS * 1000
+    assert puller.call(watching.layered_push, "kv", 1, inbox).ok
+    span = one(puller, "push_kv_cache")
+    assert span["attributes"]["ucxkv.bytes"] == 2 * LAYERS * 1000
+    assert [name for name, _, _ in span["events"]] == ["layer"] * LAYERS
     assert puller.call(watching.copy, "kv").ok
     span = one(puller, "copy_kv_cache")
     assert (span["kind"], span["attributes"]["ucxkv.path"]) == ("INTERNAL", "copy")

@@ -15,7 +15,7 @@ import pytest
 import ucxkv
 from children import handing
 from extras import need
-from harness import Peer
+from harness import Peer, rounds
 
 need("transformers", "transformers")
 
@@ -108,7 +108,14 @@ def test_caches_of_another_kind(both: tuple[Peer, Peer]) -> None:
         prefill.call(handing.withdraw)
         assert outcome.kind == "ParamInvalid"
         assert reason in outcome.message
-    assert decode.call(handing.bad_bytes).kind == "ParamInvalid"
+
+
+def test_bytes_that_were_tampered_with(both: tuple[Peer, Peer]) -> None:
+    prefill, decode = both
+    told, _, _ = prefill.call(handing.prefill, TASK, timeout=120)
+    kinds = decode.call(handing.bad_bytes, told, seed=5, count=rounds(300), timeout=120)
+    prefill.call(handing.withdraw)
+    assert "ParamInvalid" in kinds
 
 
 def test_what_cannot_be_offered(both: tuple[Peer, Peer]) -> None:

@@ -17,6 +17,9 @@ Dynamic and static caches, with full attention, sliding windows or both, and qua
 "fp8" backend are known; others are refused with FeatureNotEnabled.  A slot is a row of the batch,
 so the receiver may take some of the rows only, in any order.  Rows of different lengths are padded,
 as ever, and the attention mask is the application's to pass on.
+
+Only the model's own updates wait: whatever else looks into a cache that is arriving, to reorder or
+crop it for example, has to wait for `Arrival.result`.
 """
 
 from __future__ import annotations
@@ -185,6 +188,7 @@ def receive(
         raise ParamInvalid(f"these bytes do not tell of an offer: {error}") from error
     if described.version != _VERSION:
         raise ParamInvalid(f"an offer of version {described.version}, not {_VERSION}")
+    _check(described)
     _match(described, cache)
     arrival = Arrival(engine)
     try:
@@ -210,6 +214,23 @@ def receive(
         arrival.close()
         raise
     return arrival
+
+
+def _check(told: _Told) -> None:
+    """ParamInvalid where what was told contradicts itself."""
+    for number, group in enumerate(told.groups):
+        places = [layer.place for layer in told.layers if layer.group == number]
+        if places != [*range(len(places))] or not places:
+            raise ParamInvalid(f"the layers of cache {group.cache_id} are not told in order")
+        if len(group.shape) != 4 or min(group.shape) < 0:
+            raise ParamInvalid(f"keys and values of the shape {group.shape}")
+        _dtype(group.dtype)
+    for number, layer in enumerate(told.layers):
+        if not 0 <= layer.group < len(told.groups) or layer.length < 0:
+            raise ParamInvalid(f"layer {number} is in no cache that was told")
+        if (layer.scales is None) is (layer.kind == _QUANTIZED):
+            raise ParamInvalid(f"layer {number} has scales without being quantized, or has none")
+        _dtype(layer.dtype)
 
 
 def _match(told: _Told, cache: Any) -> None:
@@ -252,8 +273,7 @@ def _room_for(
     local = engine.allocate_kv_cache(CacheDesc(2 * len(members), shape, data_type), access="")
     tensors = [torch.from_dlpack(array) for array in local.tensors]
     for (state, layer), keys, values in zip(members, tensors[::2], tensors[1::2], strict=True):
-        if state.kind == _QUANTIZED:
-            assert state.scales is not None
+        if state.scales is not None:
             # Not its own, which would want to find scales for what is not there yet.
             _dynamic_layer(layer).lazy_initialization(layer, like, like)
             scales = [torch.tensor(scale, dtype=torch.float32) for scale in state.scales]
