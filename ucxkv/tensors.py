@@ -261,7 +261,12 @@ def resolve(tensors: Any, desc: CacheDesc | None) -> tuple[list[Tensor], CacheDe
         desc = _plain(desc)
     if isinstance(tensors, (str, bytes)) or not hasattr(tensors, "__iter__"):
         raise TypeError("tensors must be a sequence of tensors")
-    found = [_resolve(tensor) for tensor in tensors]
+    found = []
+    for number, tensor in enumerate(tensors):
+        try:
+            found.append(_resolve(tensor))
+        except (ParamInvalid, FeatureNotEnabled) as error:
+            raise type(error)(f"tensors[{number}]: {error}") from error.__cause__
     if not found:
         raise ParamInvalid("a cache has at least one tensor")
     if desc is None:

@@ -20,6 +20,8 @@ from ucxkv.figures import Figures, LinkFigures, Totals
 
 _WIDTH = 80
 _HISTORY = 48
+_MOST_LINKS = 20
+_MOST_TROUBLES = 5
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _STYLES = {"up": "green", "repairing": "yellow", "reconnecting": "yellow", "down": "red"}
 _LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -122,10 +124,13 @@ class Screen:
             parts.append(_line(rates))
         if one.links:
             parts.append(_links(one.links, before, seconds))
+            if len(one.links) > _MOST_LINKS:
+                more = len(one.links) - _MOST_LINKS
+                parts.append(Text(f" and {more:,} more, which have moved less", style="dim"))
+            troubles = [link for link in one.links if link.state != "up" and link.error]
             parts += [
                 Text(f" {link.cluster_id}: {_plain(link.error)}", style="red")
-                for link in one.links
-                if link.state != "up" and link.error
+                for link in troubles[:_MOST_TROUBLES]
             ]
         else:
             parts.append(Text(" no links", style="dim"))
@@ -192,20 +197,25 @@ def _links(links: Sequence[LinkFigures], before: Figures | None, seconds: float)
         table.add_column(name, justify="right", no_wrap=True, min_width=8)
     table.add_column("failed", justify="right", no_wrap=True)
     known = {} if before is None else {link.cluster_id: link.totals for link in before.links}
-    for link in sorted(links, key=lambda link: link.cluster_id):
-        recent = link.totals.since(known.get(link.cluster_id, Totals()))
-        moved = [recent.pulled, recent.bytes_pushed, recent.bytes_served]
+    shown = [(link, link.totals.since(known.get(link.cluster_id, Totals()))) for link in links]
+    # Of many, those that are in trouble and then the busiest; in an order that stays.
+    shown.sort(key=lambda one: (one[0].state == "up", -sum(_moved(one[1]))))
+    for link, recent in sorted(shown[:_MOST_LINKS], key=lambda one: one[0].cluster_id):
         measured = recent if recent.latency and seconds > 0 else link.totals
         table.add_row(
             str(link.cluster_id),
             Text(link.state, style=_STYLES.get(link.state, "")),
             link.path,
             _plain(link.address),
-            *(_speed(count / seconds if seconds > 0 else None) for count in moved),
+            *(_speed(count / seconds if seconds > 0 else None) for count in _moved(recent)),
             _time(measured.quantile(0.99)),
             f"{link.totals.failed:,}",
         )
     return table
+
+
+def _moved(totals: Totals) -> tuple[int, int, int]:
+    return totals.pulled, totals.bytes_pushed, totals.bytes_served
 
 
 def _line(rates: Sequence[float]) -> Text:

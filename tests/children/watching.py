@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from child import Context
 
 
-def metrics(ctx: Context, own: bool = False) -> str:
+def metrics(ctx: Context, own: bool = False, links: bool = True) -> str:
     """The text that Prometheus would get, of all engines of the process or of `own` alone."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     from ucxkv import telemetry
 
     registry = CollectorRegistry()
-    registry.register(telemetry.Collector([ctx.engine] if own else None))
+    registry.register(telemetry.Collector([ctx.engine] if own else None, links=links))
     return generate_latest(registry).decode()
 
 

@@ -63,6 +63,8 @@ def test_metrics_are_the_engines_own_figures(busy: tuple[Peer, Peer], path: str)
     text = puller.call(watching.metrics)
     assert puller.call(watching.metrics, own=True) == text
     samples = samples_of(text)
+    without = samples_of(puller.call(watching.metrics, links=False))
+    assert without == {key: one for key, one in samples.items() if "peer" not in dict(key[1])}
     stats = puller.call(pushing.totals, 1)["engine"]
     assert stats.transfers == 7
     for prefix, labels, whose in (

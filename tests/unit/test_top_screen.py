@@ -87,6 +87,26 @@ def test_it_fits(width: int) -> None:
         assert max(map(len, text.splitlines())) <= width
 
 
+def test_of_many_links_those_in_trouble_and_the_busiest() -> None:
+    def look(at: float, factor: int) -> Figures:
+        links = [
+            LinkFigures(
+                number,
+                "reconnecting" if number == 777 else "up",
+                totals=Totals(transfers=factor, bytes_get=factor * number),
+            )
+            for number in range(1000)
+        ]
+        return Figures(2, "DECODER", at, links=links)
+
+    text = shown([look(1.0, 0)], [look(2.0, 5)])
+    peers = [
+        int(line.split()[0]) for line in text.splitlines() if " up " in line or "recon" in line
+    ]
+    assert peers == [777, *range(981, 1000)]
+    assert "and 980 more" in text
+
+
 def test_what_peers_say_moves_no_cursor() -> None:
     text = shown([engine(1.0, 0, error="\x1b[2J\x07 [red]gone[/red] \u202e")])
     assert "\x1b" not in text

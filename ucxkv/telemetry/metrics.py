@@ -35,10 +35,14 @@ class Collector(Base):
     has no figures, and of several with one cluster id the newest has.  The label `cluster` is the
     engine's own cluster id, `peer` that of the other end of a link.  What is counted of a link
     begins anew when it is made anew; the engine's own counts go on.
+
+    `links` False: only the engines' own metrics and the number of links by state.  Each link has
+    some 50 series, which may be too much where an engine has a thousand.
     """
 
-    def __init__(self, engines: Iterable[LlmDataDist] | None = None) -> None:
+    def __init__(self, engines: Iterable[LlmDataDist] | None = None, *, links: bool = True) -> None:
         self._engines = None if engines is None else list(engines)
+        self._links = links
 
     def _figures(self) -> list[Figures]:
         if self._engines is None:
@@ -55,15 +59,15 @@ class Collector(Base):
 
     def describe(self) -> list[Metric]:
         """The metrics without their values, which a registry wants to know."""
-        return list(families([]))
+        return list(families([], self._links))
 
     def collect(self) -> Iterator[Metric]:
         """The metrics, as they are now."""
-        return families(self._figures())
+        return families(self._figures(), self._links)
 
 
-def families(engines: list[Figures]) -> Iterator[Metric]:
-    """The metrics of these engines."""
+def families(engines: list[Figures], links: bool = True) -> Iterator[Metric]:
+    """The metrics of these engines, with those of each of their links or without."""
     info = GaugeMetricFamily(
         "ucxkv_engine_info",
         "Constant 1: what an open engine says of itself.",
@@ -75,6 +79,9 @@ def families(engines: list[Figures]) -> Iterator[Metric]:
     yield from _gauges(engines)
     own = [([str(one.cluster_id)], one.totals) for one in engines]
     yield from _transfers("ucxkv", "of an engine", ["cluster"], own)
+    yield _by_state(engines)
+    if not links:
+        return
     of_links = [
         ([str(one.cluster_id), str(link.cluster_id)], link.totals)
         for one in engines
@@ -167,10 +174,16 @@ def _buckets(totals: Totals) -> list[tuple[str, float]]:
     return buckets
 
 
+def _by_state(engines: list[Figures]) -> Metric:
+    gauge = GaugeMetricFamily("ucxkv_links", "Links by their state.", labels=["cluster", "state"])
+    for one in engines:
+        for state in LINK_STATES:
+            count = sum(link.state == state for link in one.links)
+            gauge.add_metric([str(one.cluster_id), state], count)
+    return gauge
+
+
 def _links(engines: list[Figures]) -> Iterator[Metric]:
-    by_state = GaugeMetricFamily(
-        "ucxkv_links", "Links by their state.", labels=["cluster", "state"]
-    )
     usable = GaugeMetricFamily(
         "ucxkv_link_up",
         "1 where transfers can begin (up or repairing), otherwise 0.",
@@ -183,12 +196,9 @@ def _links(engines: list[Figures]) -> Iterator[Metric]:
     )
     for one in engines:
         cluster = str(one.cluster_id)
-        for state in LINK_STATES:
-            count = sum(link.state == state for link in one.links)
-            by_state.add_metric([cluster, state], count)
         for link in one.links:
             peer = str(link.cluster_id)
             usable.add_metric([cluster, peer], float(link.state in ("up", "repairing")))
             transports = ",".join(link.transports)
             info.add_metric([cluster, peer, link.address, link.state, link.path, transports], 1)
-    yield from (by_state, usable, info)
+    yield from (usable, info)
