@@ -66,7 +66,7 @@ class Task:
     dtype: str = "float32"
     path: str = "auto"
     seed: int = 0
-    timeout: float = 60.0
+    timeout: float = 300.0
 
     @property
     def rows(self) -> list[int]:
