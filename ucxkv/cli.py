@@ -1,4 +1,4 @@
-"""The command ``ucxkv``: ``demo`` and ``info``."""
+"""The command ``ucxkv``: ``demo``, ``info`` and ``top``."""
 
 from __future__ import annotations
 
@@ -44,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "demo":
             return _demo(options)
+        if options.command == "top":
+            return _top(options)
         return _info(options)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -93,6 +95,7 @@ def _parser() -> _Parser:
         formatter_class=_formatter,
     )
     info.add_argument("--json", action="store_true", help="print JSON")
+    _add_top(commands)
     return parser
 
 
@@ -152,6 +155,27 @@ def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
 
 
+def _add_top(commands: argparse._SubParsersAction[_Parser]) -> None:
+    top = commands.add_parser(
+        "top",
+        help="watch engines: links, throughput, latency, failures, holds",
+        description=(
+            "Shows the figures of running engines, again and again until interrupted: of one"
+            " process of this user on this host, of the engine that listens at an address of this"
+            " host, or of those whose metrics are served at http://HOST:PORT/metrics. Without a"
+            " target: of all engines of this user on this host."
+        ),
+        formatter_class=_formatter,
+    )
+    top.add_argument("target", nargs="?", metavar="PID|HOST:PORT", help="whose figures")
+    top.add_argument(
+        "--interval", type=_seconds, default=1.0, metavar="S",
+        help="seconds between two looks (1)",
+    )  # fmt: skip
+    top.add_argument("--once", action="store_true", help="print after one interval, and end")
+    top.add_argument("--json", action="store_true", help="print one look as JSON, and end")
+
+
 def _at_least(least: int) -> Callable[[str], int]:
     def integer(text: str) -> int:
         try:
@@ -179,6 +203,12 @@ def _info(options: argparse.Namespace) -> int:
     from ucxkv import info
 
     return info.main(json=options.json)
+
+
+def _top(options: argparse.Namespace) -> int:
+    from ucxkv import top
+
+    return top.main(options.target, interval=options.interval, once=options.once, json=options.json)
 
 
 def _demo(options: argparse.Namespace) -> int:

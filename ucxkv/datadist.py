@@ -234,7 +234,10 @@ class LlmDataDist:
         slots or blocks.  With `cache_desc` None it is made from the tensors.  `access` "r" lets
         peers pull, "rw" also push, "" neither.  Tensors must be writable to be pulled into; those
         that overlap end up with the bytes of whichever came last.  They are kept alive until the
-        cache is unregistered; plain addresses are the caller's to keep valid.
+        cache is unregistered; plain addresses are the caller's to keep valid.  PyTorch tensors that
+        require gradients are refused (give `tensor.detach()`), and so are those whose storage was
+        resized under them; the storage of those that are registered cannot be resized any more.
+        Tensors that touch or overlap, such as views into one large tensor, are one memory region.
 
         With `peers`, a collection of cluster ids, only these clusters are told of the cache,
         whenever they link, and have their requests for it served; for all others it does not exist.
@@ -267,7 +270,8 @@ class LlmDataDist:
         `access` and `peers` are those of `register_kv_cache`.
 
         The cache's `tensors` are NumPy arrays; types that NumPy lacks come as unsigned integers.
-        The memory lives for as long as it is registered or an array refers to it.
+        `torch.from_dlpack` makes tensors of them without a copy, of those types too.  The memory
+        lives for as long as it is registered or an array refers to it.
         """
         running = self._engine()
         if not isinstance(cache_desc, CacheDesc):

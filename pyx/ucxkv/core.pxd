@@ -312,6 +312,7 @@ cdef struct Totals:
     uint64_t bytes_served       # streamed to peers
     uint64_t failures[FAILURES]
     uint64_t latency[LATENCY_BUCKETS]
+    uint64_t latency_sum        # nanoseconds
 
 
 cdef struct Region:

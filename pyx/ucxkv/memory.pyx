@@ -233,6 +233,19 @@ cdef class LocalCache:
         """Number of memory regions its tensors were merged into."""
         return self.mem.n_regions
 
+    @property
+    def pinned(self):
+        """Bytes of the memory that UCX has mapped for it: pinned, where its transports need that.
+
+        0 without an RMA context.  Tensors that share memory are counted once.
+        """
+        cdef uint64_t total = 0
+        cdef uint32_t i
+        for i in range(self.mem.n_regions):
+            if self.mem.regions[i].memh != NULL:
+                total += self.mem.regions[i].length
+        return total
+
     def export(self):
         """What peers need to read it: (addresses, regions, rkeys).
 
