@@ -10,7 +10,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -292,7 +291,6 @@ class Engine:
         late = self.process.is_alive()
         if late:
             self.kill()
-        print(self.tail(2000), file=sys.stderr)
         assert not late, "the engine did not shut down"
 
 
