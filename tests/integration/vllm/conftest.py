@@ -40,16 +40,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_child_left() -> Iterator[None]:
+def no_child_left() -> None:
     """In the place of the one for all tests: engines outlive a test, and end with their module."""
-    yield
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_engine_left() -> Iterator[None]:
     """Every process that a module has started ends with it."""
+    from interpreters import Interpreter
+
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
+    # Those of other tests can be lent again.
+    before |= {interpreter.process.pid for interpreter in Interpreter.live}
     left = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
