@@ -171,6 +171,8 @@ def test_engines_that_do_not_match_refuse_each_other(deployment: Deployment) -> 
     changed["ucxkv"]["factors"] = {**ours["factors"], "block_size": 64}
     deployment.failing.add("mismatch", prompt, 4, changed)
     assert deployment.failing.answer("mismatch").reason == "error"
+    # Prefill need not keep what nobody can use.
+    assert deployment.prefill.wait_for(is_idle) < HOLD_SECONDS - 1
     assert "block_size 32 here, 64 there" in deployment.failing.tail()
     expected = deployment.alone("mismatch alone", prompt, 4)
     deployment.decode.add("mismatch", prompt, 4, changed)
@@ -191,15 +193,17 @@ def test_aborted_before_it_was_scheduled(deployment: Deployment) -> None:
     """Prefill is told, though nothing was pulled."""
     prompt = long_prompt(26)[:200]
     params = deployment.held("early", prompt)
-    assert not deployment.prefill.call(is_idle)
+    assert deployment.prefill.call(free_blocks) == 255 - 7
     deployment.decode.add("early", prompt, 4, params)
     deployment.decode.abort("early")
     assert deployment.prefill.wait_for(is_idle) < HOLD_SECONDS - 1
 
 
-def begin_slow_pull(deployment: Deployment, engine: Engine, name: str, prompt: list[int]) -> None:
+def begin_slow_pull(
+    engine: Engine, name: str, prompt: list[int], params: dict[str, object]
+) -> None:
     """Have a prompt pulled, up to its middle; prefill must be slowed."""
-    engine.add(name, prompt, 16, deployment.held(name, prompt))
+    engine.add(name, prompt, 16, params)
     total = -(-len(prompt) // 32) * 4 * 32768
 
     deadline = time.monotonic() + 30
@@ -216,8 +220,10 @@ def test_aborted_in_mid_pull(slow_deployment: Deployment) -> None:
     prefill, decode = slow_deployment.prefill, slow_deployment.decode
     local = long_prompt(41)
     expected = slow_deployment.alone("local", local)
+    prompt = long_prompt(42)
+    params = slow_deployment.held("aborted", prompt)
     with prefill.slowed():
-        begin_slow_pull(slow_deployment, decode, "aborted", long_prompt(42))
+        begin_slow_pull(decode, "aborted", prompt, params)
     prefill.stop()
     blocks = decode.call(blocks_of, "aborted")
     assert len(blocks) == 60
@@ -245,15 +251,15 @@ def test_decode_killed_in_mid_pull(
 ) -> None:
     """Prefill keeps its blocks until their time is over, no longer, and goes on."""
     prefill, decode = slow_deployment.prefill, slow_deployment.layerwise
+    params = slow_deployment.held("orphan", long_prompt(43))
+    answered = prefill.answer("orphan").at
     with prefill.slowed():
-        slow_deployment.prefill.add("orphan", long_prompt(43), 1, {"do_remote_decode": True})
-        answer = prefill.answer("orphan")
-        decode.add("orphan", long_prompt(43), 16, answer.params)
+        decode.add("orphan", long_prompt(43), 16, params)
         time.sleep(0.2)
         decode.kill()
     assert prefill.call(free_blocks) < 255
     prefill.wait_for(is_idle, timeout=HOLD_SECONDS + 2)
-    held = time.monotonic() - answer.at
+    held = time.monotonic() - answered
     assert HOLD_SECONDS - 0.5 < held < HOLD_SECONDS + 2
     assert prefill.call(free_blocks) == 255
     prompt = long_prompt(44)[:500]
@@ -268,10 +274,11 @@ def test_prefill_killed_in_mid_pull(slow_deployment: Deployment) -> None:
     lost, other = long_prompt(45), long_prompt(46)[:200]
     expected = slow_deployment.alone("lost alone", lost)
     expected_other = slow_deployment.alone("other alone", other)
+    params = slow_deployment.held("lost", lost)
+    more = slow_deployment.held("lost too", lost)
     with prefill.slowed():
-        params = slow_deployment.held("lost", lost)
         failing.add("lost", lost, 16, params)
-        begin_slow_pull(slow_deployment, decode, "lost too", lost)
+        begin_slow_pull(decode, "lost too", lost, more)
         prefill.kill()
         killed = time.monotonic()
         for engine in (decode, failing):

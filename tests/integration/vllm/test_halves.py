@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 
@@ -152,7 +153,7 @@ def test_other_blocks_are_refused_with_the_reason(pair: tuple[Peer, Peer]) -> No
     prefill, decode = pair
     rank = opened(pair)
     token = prefill.call(handing_over.hand_off, "r", 30)
-    decode.allow = __import__("re").compile("not compatible: block_size 16 here, 32 there")
+    decode.allow = re.compile("not compatible: block_size 16 here, 32 there")
     decode.call(
         handing_over.begin,
         "r",
@@ -163,6 +164,10 @@ def test_other_blocks_are_refused_with_the_reason(pair: tuple[Peer, Peer]) -> No
         factors={"block_size": 32},
     )
     assert decode.call(handing_over.finish, 1) == ({"r"}, {3, 4})
+    deadline = time.monotonic() + 5
+    while "r" not in prefill.call(handing_over.ended)[0]:
+        assert time.monotonic() < deadline
+        decode.call(handing_over.poll)
 
 
 def test_each_rank_pulls_from_its_like(path: str) -> None:

@@ -177,7 +177,7 @@ class Pulls:
 
     def release(self, source: Source) -> None:
         """Tell prefill, by a notice, that a request's blocks are not needed any more."""
-        if self._refusal(source) is None:
+        if self._rank < len(source.ranks):
             self._owed.append((source, self._links.to(source.ranks[self._rank])))
 
     # -- what a step waits for --------------------------------------------------------------------
@@ -314,6 +314,7 @@ class Pulls:
         self._book_failure(load.local_blocks)
         if not load.layerwise:
             self._over.add(load.request_id)
+        self.release(load.source)
 
     def _book_failure(self, blocks: list[int] | tuple[int, ...]) -> None:
         self._figures.failed_pulls += 1
