@@ -67,7 +67,7 @@ def no_engine_left() -> Iterator[None]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     from tiny_llama import make_model
 
-    return str(make_model(tmp_path_factory.mktemp("model")))
+    return str(make_model(tmp_path_factory.mktemp("model"), layers=6, heads=8))
 
 
 @pytest.fixture(scope="module")

@@ -256,7 +256,7 @@ class Engine:
         os.kill(self.pid, signal.SIGCONT)
 
     @contextlib.contextmanager
-    def slowed(self, running: float = 0.001, stopped: float = 0.03) -> Iterator[None]:
+    def slowed(self, running: float = 0.001, stopped: float = 0.05) -> Iterator[None]:
         """Stop it again and again, so that it serves pulls slowly."""
         over = threading.Event()
 

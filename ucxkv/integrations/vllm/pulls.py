@@ -6,6 +6,7 @@ import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 from ucxkv import (
     AlreadyLink,
@@ -143,9 +144,8 @@ class Pulls:
         self._pulls: dict[str, _Pull] = {}
         self._over: set[str] = set()
         self._failed_blocks: set[int] = set()
-        self._notices: list[tuple[str, Transfer]] = []
-        #: Notices that wait for their link.
-        self._owed: list[tuple[Source, Future[None]]] = []
+        #: Notices that were sent, or the reason why not.
+        self._notices: SimpleQueue[tuple[str, Transfer | LlmError]] = SimpleQueue()
 
     # -- what a step asks for ---------------------------------------------------------------------
 
@@ -178,7 +178,8 @@ class Pulls:
     def release(self, source: Source) -> None:
         """Tell prefill, by a notice, that a request's blocks are not needed any more."""
         if self._rank < len(source.ranks):
-            self._owed.append((source, self._links.to(source.ranks[self._rank])))
+            link = self._links.to(source.ranks[self._rank])
+            link.add_done_callback(lambda link: self._notify(source, link))
 
     # -- what a step waits for --------------------------------------------------------------------
 
@@ -214,7 +215,7 @@ class Pulls:
             self._advance(pull)
             if pull.done():
                 self._settle(pull)
-        self._send_notices()
+        self._look_at_notices()
         over, self._over = self._over, set()
         return over
 
@@ -323,27 +324,17 @@ class Pulls:
 
     # -- notices ----------------------------------------------------------------------------------
 
-    def _send_notices(self) -> None:
-        """Send those whose links have come up; look what has become of those that were sent."""
-        owed, self._owed = self._owed, []
-        for source, link in owed:
-            if link.done():
-                self._notify(source, link)
-            else:
-                self._owed.append((source, link))
-        sent, self._notices = self._notices, []
-        for request_id, transfer in sent:
-            if transfer.done():
-                self._look_at_notice(request_id, transfer)
-            else:
-                self._notices.append((request_id, transfer))
-
     def _notify(self, source: Source, link: Future[None]) -> None:
-        """Send the notice, with a pull of no blocks: it ends the hold."""
+        """Send the notice, with a pull of no blocks: it ends the hold.
+
+        Called when the link is up, by its thread: there may be no further step to do it in.
+        """
+        if link.cancelled():
+            return
         rank = source.ranks[self._rank]
         try:
             link.result()
-            transfer = self._engine.pull_kv_blocks_async(
+            sent: Transfer | LlmError = self._engine.pull_kv_blocks_async(
                 CacheIndex(rank.cluster, rank.cache),
                 self._cache,
                 (),
@@ -353,17 +344,22 @@ class Pulls:
                 notice=source.request_id.encode()[:_NOTICE_BYTES],
             )
         except LlmError as error:
-            self._no_notice(source.request_id, error)
-            return
-        self._notices.append((source.request_id, transfer))
+            sent = error
+        self._notices.put((source.request_id, sent))
 
-    def _look_at_notice(self, request_id: str, transfer: Transfer) -> None:
-        try:
-            transfer.result()
-        except LlmError as error:
-            self._no_notice(request_id, error)
-
-    def _no_notice(self, request_id: str, error: LlmError) -> None:
-        """Prefill lets go of the blocks when the time of their hold is over."""
-        self._figures.failed_notices += 1
-        logger.warning("No notice for request %s: %s", request_id, error)
+    def _look_at_notices(self) -> None:
+        """What has become of those that were sent."""
+        for _ in range(self._notices.qsize()):
+            request_id, sent = self._notices.get_nowait()
+            if isinstance(sent, Transfer):
+                if not sent.done():
+                    self._notices.put((request_id, sent))
+                    continue
+                try:
+                    sent.result()
+                    continue
+                except LlmError as error:
+                    sent = error
+            # Prefill lets go of the blocks when the time of their hold is over.
+            self._figures.failed_notices += 1
+            logger.warning("No notice for request %s: %s", request_id, sent)
