@@ -70,14 +70,15 @@ class Side(Engine):
     def _pull(self, remote_id: int) -> tuple[float, float, float]:
         running = self.engine._engine()
         start = time.perf_counter()
-        given = submission.common(
-            running,
+        call = geometry.check_blocks(
             ucxkv.CacheIndex(OWNER, remote_id),
             self.caches["kv"],
             ucxkv.KvCacheExtParam(tensor_num_per_layer=1),
             _TIMEOUT_MS,
+            _TIMEOUT_MS,
+            self._sources,
+            self._targets,
         )
-        call = geometry.check_blocks(given, self._sources, self._targets)
         transfer, begin = submission._prepare(running, call, attended=True)
         planned = time.perf_counter()
         begin()

@@ -286,8 +286,10 @@ def environment(path: str, more: Mapping[str, str] | None = None) -> dict[str, s
     env = {
         key: value
         for key, value in os.environ.items()
-        # pytest puts the name of the test there, and an interpreter outlives it.
-        if not key.startswith(("UCX_", "PYTEST_")) and key != "UCXKV_PATH"
+        # pytest puts the name of the test there, and an interpreter outlives it; sanitizers need
+        # UCX's hooks to be off.
+        if not (key.startswith(("UCX_", "PYTEST_")) and not key.startswith("UCX_MEM_"))
+        and key != "UCXKV_PATH"
     }
     env["PYTHONDEVMODE"] = "1"
     env["PYTHONFAULTHANDLER"] = "1"

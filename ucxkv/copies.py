@@ -37,14 +37,15 @@ def copy_slot(
     source = _cache_id(src_cache, "src_cache")
     _cache_id(dst_cache, "dst_cache")
     start = numbers.integer(offset, "offset")
-    common = geometry.Common(
+    call = geometry.check_slots(
         CacheIndex(_NO_CLUSTER, source, src_batch_index),
         dst_cache,
         ext_param,
+        None,
         _NO_DEADLINE,
-        _NO_DEADLINE,
+        dst_batch_index,
+        size,
     )
-    call = geometry.check_slots(common, dst_batch_index, size)
     if start < 0:
         raise ParamInvalid(f"offset must not be negative, not {start}")
     return _copy(catalogue, call, start)
@@ -67,10 +68,10 @@ def copy_blocks(
         src_blocks, dst_blocks = _flat(src_blocks)
     elif src_blocks is None:
         raise TypeError("src_blocks must be a sequence of integers or a mapping, not None")
-    common = geometry.Common(
-        CacheIndex(_NO_CLUSTER, source), dst_cache, ext_param, _NO_DEADLINE, _NO_DEADLINE
+    index = CacheIndex(_NO_CLUSTER, source)
+    call = geometry.check_blocks(
+        index, dst_cache, ext_param, None, _NO_DEADLINE, src_blocks, dst_blocks
     )
-    call = geometry.check_blocks(common, src_blocks, dst_blocks)
     return _copy(catalogue, call, 0)
 
 
@@ -161,4 +162,4 @@ def _reach(
             f"size {call.size} from offset {offset} on exceeds a slot: source"
             f" {source.block_bytes} bytes, destination {target.block_bytes}"
         )
-    return call._replace(size=end)
+    return call.resized(end)

@@ -25,7 +25,7 @@ from ucxkv.layered import LayerReady, ready_by
 from ucxkv.notices import Notices
 from ucxkv.options import Options
 from ucxkv.running import Running
-from ucxkv.submission import common, run, run_async
+from ucxkv.submission import run, run_async
 from ucxkv.tensors import Shared, Tensor, allocate, bytes_of, resolve
 from ucxkv.transfers import Transfer
 from ucxkv.types import (
@@ -398,10 +398,18 @@ class LlmDataDist:
         them no byte is written on its behalf.
         """
         engine = self._engine()
-        given = common(
-            engine, src_cache_index, dst_cache, ext_param, timeout_ms, notice=notice, hold=hold
+        call = geometry.check_slots(
+            src_cache_index,
+            dst_cache,
+            ext_param,
+            timeout_ms,
+            engine.options.sync_cache_wait_time_ms,
+            batch_index,
+            size,
+            notice=notice,
+            hold=hold,
         )
-        return run(engine, geometry.check_slots(given, batch_index, size))
+        return run(engine, call)
 
     def pull_kv_cache_async(
         self,
@@ -421,10 +429,18 @@ class LlmDataDist:
         confirmed with its owner, what is found comes out of the Transfer.
         """
         engine = self._engine()
-        given = common(
-            engine, src_cache_index, dst_cache, ext_param, timeout_ms, notice=notice, hold=hold
+        call = geometry.check_slots(
+            src_cache_index,
+            dst_cache,
+            ext_param,
+            timeout_ms,
+            engine.options.sync_cache_wait_time_ms,
+            batch_index,
+            size,
+            notice=notice,
+            hold=hold,
         )
-        return run_async(engine, geometry.check_slots(given, batch_index, size))
+        return run_async(engine, call)
 
     def pull_kv_blocks(
         self,
@@ -451,10 +467,18 @@ class LlmDataDist:
         out of range, and a destination named twice.
         """
         engine = self._engine()
-        given = common(
-            engine, src_cache_index, dst_cache, ext_param, timeout_ms, notice=notice, hold=hold
+        call = geometry.check_blocks(
+            src_cache_index,
+            dst_cache,
+            ext_param,
+            timeout_ms,
+            engine.options.sync_cache_wait_time_ms,
+            src_blocks,
+            dst_blocks,
+            notice=notice,
+            hold=hold,
         )
-        return run(engine, geometry.check_blocks(given, src_blocks, dst_blocks))
+        return run(engine, call)
 
     def pull_kv_blocks_async(
         self,
@@ -470,10 +494,18 @@ class LlmDataDist:
     ) -> Transfer:
         """Like `pull_kv_blocks`, but returns the running Transfer."""
         engine = self._engine()
-        given = common(
-            engine, src_cache_index, dst_cache, ext_param, timeout_ms, notice=notice, hold=hold
+        call = geometry.check_blocks(
+            src_cache_index,
+            dst_cache,
+            ext_param,
+            timeout_ms,
+            engine.options.sync_cache_wait_time_ms,
+            src_blocks,
+            dst_blocks,
+            notice=notice,
+            hold=hold,
         )
-        return run_async(engine, geometry.check_blocks(given, src_blocks, dst_blocks))
+        return run_async(engine, call)
 
     # -- copies -------------------------------------------------------------------------------
 
@@ -560,8 +592,17 @@ class LlmDataDist:
         slot until it has heard of it; the peer's `quiesce` ends that.
         """
         engine = self._engine()
-        given = common(engine, dst_cache_index, src_cache, ext_param, timeout_ms, push=True)
-        return run(engine, geometry.check_slots(given, src_batch_index, size))
+        call = geometry.check_slots(
+            dst_cache_index,
+            src_cache,
+            ext_param,
+            timeout_ms,
+            engine.options.sync_cache_wait_time_ms,
+            src_batch_index,
+            size,
+            push=True,
+        )
+        return run(engine, call)
 
     def push_kv_cache_async(
         self,
@@ -599,8 +640,17 @@ class LlmDataDist:
         """
         engine = self._engine()
         ready = ready_by(layer_ready)
-        given = common(engine, dst_cache_index, src_cache, ext_param, timeout_ms, push=True)
-        return run_async(engine, geometry.check_slots(given, src_batch_index, size), ready)
+        call = geometry.check_slots(
+            dst_cache_index,
+            src_cache,
+            ext_param,
+            timeout_ms,
+            engine.options.sync_cache_wait_time_ms,
+            src_batch_index,
+            size,
+            push=True,
+        )
+        return run_async(engine, call, ready)
 
     def push_kv_blocks(
         self,
@@ -618,8 +668,17 @@ class LlmDataDist:
         `dst_blocks[i]`; with `src_blocks` None the local slot 0 is cut into the remote blocks.
         """
         engine = self._engine()
-        given = common(engine, dst_cache_index, src_cache, ext_param, timeout_ms, push=True)
-        return run(engine, geometry.check_blocks(given, src_blocks, dst_blocks))
+        call = geometry.check_blocks(
+            dst_cache_index,
+            src_cache,
+            ext_param,
+            timeout_ms,
+            engine.options.sync_cache_wait_time_ms,
+            src_blocks,
+            dst_blocks,
+            push=True,
+        )
+        return run(engine, call)
 
     def push_kv_blocks_async(
         self,
@@ -638,8 +697,17 @@ class LlmDataDist:
         """
         engine = self._engine()
         ready = ready_by(layer_ready)
-        given = common(engine, dst_cache_index, src_cache, ext_param, timeout_ms, push=True)
-        return run_async(engine, geometry.check_blocks(given, src_blocks, dst_blocks), ready)
+        call = geometry.check_blocks(
+            dst_cache_index,
+            src_cache,
+            ext_param,
+            timeout_ms,
+            engine.options.sync_cache_wait_time_ms,
+            src_blocks,
+            dst_blocks,
+            push=True,
+        )
+        return run_async(engine, call, ready)
 
     def quiesce(
         self,

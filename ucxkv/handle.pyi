@@ -1,5 +1,5 @@
-from ucxkv.blocks import BlockList
 from ucxkv.endpoint import NativeLink
+from ucxkv.geometry import Plan
 from ucxkv.memory import LocalCache, RemoteCache
 
 class TransferHandle:
@@ -8,22 +8,11 @@ class TransferHandle:
         link: NativeLink,
         remote: RemoteCache,
         local: LocalCache,
+        plan: Plan,
         *,
-        push: bool,
-        get: bool,
-        src_first: int,
-        dst_first: int,
-        tensors: int,
-        tensors_per_layer: int,
-        block_len: int,
-        src_block: int = 0,
-        dst_block: int = 0,
-        src_blocks: BlockList | None = None,
-        dst_blocks: BlockList | None = None,
+        get: bool = False,
         attended: bool = False,
         withheld: bool = False,
-        hold: tuple[int, int] | None = None,
-        notice: bytes | None = None,
     ) -> None: ...
     def release(self) -> None: ...
     def end(self, status: int, reason: str = "") -> None: ...

@@ -99,11 +99,6 @@ def _type_name(value: object) -> str:
     return name
 
 
-def layers_planned(plan: geometry.Plan) -> int:
-    """Layers of a transfer."""
-    return -(-plan.tensors // plan.tensors_per_layer)
-
-
 def layers_of(call: geometry.Call, near: LocalEntry) -> int:
     """Layers of a push as far as its source alone tells: right, unless the push is refused."""
     tensors = near.desc.num_tensors
@@ -125,6 +120,13 @@ class _Layer(Transfer):
     def __init__(self, handle: TransferHandle, call: geometry.Call, number: int) -> None:
         super().__init__(handle, call)
         self._number = number
+
+    def _withhold(
+        self, link: Link, far: RemoteEntry, near: LocalEntry, plan: geometry.Plan
+    ) -> None:
+        self._link = link
+        own = plan.layer(self._number)
+        self._handle.submit(link.native, far.native, near.native, own, withheld=True)
 
     @property
     def _what(self) -> str:
@@ -191,24 +193,19 @@ class LayeredPush(Transfer):
 
     # -- the engine's side ------------------------------------------------------------------------
 
-    def _submitted(self, link: Link) -> None:
-        for layer in self._layers:
-            layer._submitted(link)
-
-    def _begin(self, link: Link, far: RemoteEntry, near: LocalEntry, given: dict[str, Any]) -> None:
+    def _begin(
+        self,
+        link: Link,
+        far: RemoteEntry,
+        near: LocalEntry,
+        plan: geometry.Plan,
+        get: bool,
+        attended: bool = False,
+    ) -> None:
         if self._how is not None:
             self._how.check(len(self._layers))
-        n = given["tensors_per_layer"]
-        for number, layer in enumerate(self._layers):
-            begin = number * n
-            own = {
-                **given,
-                "src_first": given["src_first"] + begin,
-                "dst_first": given["dst_first"] + begin,
-                "tensors": min(n, given["tensors"] - begin),
-                "withheld": True,
-            }
-            layer._begin(link, far, near, own)
+        for layer in self._layers:
+            layer._withhold(link, far, near, plan)
         # In this order: layers that are told to be ready from now on are released by the teller.
         self._far = far
         for layer, ready in zip(self._layers, self._ready, strict=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from ucxkv import geometry
 from ucxkv.catalogue import LocalEntry, RemoteEntry
@@ -19,36 +18,12 @@ from ucxkv.errors import (
     Status,
 )
 from ucxkv.handle import TransferHandle
-from ucxkv.layered import LayeredPush, Ready, layers_of, layers_planned
+from ucxkv.layered import LayeredPush, Ready, layers_of
 from ucxkv.links import Link
 from ucxkv.numbers import FOREVER_MS
 from ucxkv.running import Running
 from ucxkv.transfers import Transfer
 from ucxkv.types import TransferReport
-
-
-def common(
-    running: Running,
-    index: Any,
-    cache: Any,
-    ext_param: Any,
-    timeout_ms: Any,
-    *,
-    push: bool = False,
-    notice: Any = None,
-    hold: Any = None,
-) -> geometry.Common:
-    """The arguments that all transfers have, with the engine's default deadline."""
-    return geometry.Common(
-        index,
-        cache,
-        ext_param,
-        timeout_ms,
-        running.options.sync_cache_wait_time_ms,
-        push,
-        notice,
-        hold,
-    )
 
 
 def run(running: Running, call: geometry.Call) -> TransferReport:
@@ -96,9 +71,9 @@ def _prepare(
         if ready is None:
             transfer = Transfer(_new(running, deadline, attended), call)
         else:
-            ready.check(layers_planned(plan))
-            transfer = _layered(running, deadline, layers_planned(plan), call, ready)
-        return transfer, partial(_submit, transfer, call, plan, get, link, far, near, attended)
+            ready.check(plan.layers)
+            transfer = _layered(running, deadline, plan.layers, call, ready)
+        return transfer, partial(transfer._begin, link, far, near, plan, get, attended)
     if ready is None:
         transfer = Transfer(_new(running, deadline, False), call)
     else:
@@ -157,37 +132,6 @@ def _decide(
     return plan, path != "stream" and link.native.get
 
 
-def _submit(
-    transfer: Transfer,
-    call: geometry.Call,
-    plan: geometry.Plan,
-    get: bool,
-    link: Link,
-    far: RemoteEntry,
-    near: LocalEntry,
-    attended: bool,
-) -> None:
-    transfer._submitted(link)
-    given: dict[str, Any] = {
-        "push": call.push,
-        "get": get,
-        "attended": attended,
-        "src_first": plan.src_first,
-        "dst_first": plan.dst_first,
-        "tensors": plan.tensors,
-        "tensors_per_layer": plan.tensors_per_layer,
-        "block_len": plan.block_len,
-        # Of a side that is given by blocks, the index of a slot means nothing.
-        "src_block": call.src_batch if call.src_blocks is None else 0,
-        "dst_block": call.dst_batch if call.dst_blocks is None else 0,
-        "src_blocks": call.src_blocks,
-        "dst_blocks": call.dst_blocks,
-        "hold": None if call.hold is None else (call.hold.slot, call.hold.word),
-        "notice": call.notice,
-    }
-    transfer._begin(link, far, near, given)
-
-
 def _start_later(
     running: Running, transfer: Transfer, call: geometry.Call, near: LocalEntry, deadline: int
 ) -> None:
@@ -199,7 +143,7 @@ def _start_later(
                 call.cluster_id, call.far_cache_id, deadline / 1e9
             )
             plan, get = _decide(running.path, call, link, far, near)
-            _submit(transfer, call, plan, get, link, far, near, False)
+            transfer._begin(link, far, near, plan, get)
         except LlmError as error:
             if error.status is Status.TIMEOUT:
                 return  # the deadline itself ends the transfer, not a moment earlier

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ucxkv import numbers
 from ucxkv.errors import LlmError, Status, error_for
@@ -13,7 +13,7 @@ from ucxkv.types import TransferReport
 
 if TYPE_CHECKING:
     from ucxkv.catalogue import LocalEntry, RemoteEntry
-    from ucxkv.geometry import Call
+    from ucxkv.geometry import Call, Plan
     from ucxkv.handle import TransferHandle
     from ucxkv.links import Link
 
@@ -50,12 +50,18 @@ class Transfer:
 
     # -- the engine's side ------------------------------------------------------------------------
 
-    def _submitted(self, link: Link) -> None:
+    def _begin(
+        self,
+        link: Link,
+        far: RemoteEntry,
+        near: LocalEntry,
+        plan: Plan,
+        get: bool,
+        attended: bool = False,
+    ) -> None:
+        """Start moving bytes."""
         self._link = link
-
-    def _begin(self, link: Link, far: RemoteEntry, near: LocalEntry, given: dict[str, Any]) -> None:
-        """Start moving bytes; `given` are the arguments of TransferHandle.submit."""
-        self._handle.submit(link.native, far.native, near.native, **given)
+        self._handle.submit(link.native, far.native, near.native, plan, get=get, attended=attended)
 
     def _fail(self, error: LlmError) -> None:
         """End it with `error` before it has been submitted."""

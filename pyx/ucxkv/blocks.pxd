@@ -13,4 +13,7 @@ cdef class BlockList:
     cdef readonly uint64_t size
     cdef readonly uint32_t largest
     cdef readonly bint representable
-    cdef bint ascending
+    cdef readonly bint distinct
+
+
+cdef tuple read_both(sources, targets)

@@ -2,6 +2,9 @@
 
 A list is counted, since the transfers that go by it may outlive the call that gave it, and the
 layers of a layered push have one in common.
+
+What a list takes to be read is the way of its numbers through the memory, so two long ones are read
+by two threads.
 """
 
 from cpython.buffer cimport (
@@ -13,6 +16,9 @@ from cpython.buffer cimport (
 )
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memset
+
+from ucxkv.pthread cimport pthread_create, pthread_join, pthread_t
 
 
 cdef extern from * nogil:
@@ -26,6 +32,8 @@ cdef enum:
     HEADER = 2
     # Looked at while they are in the cache still.
     PIECE = 4096
+    # Of as many numbers, a list is worth a thread.
+    LONG = 131072
 
 
 ctypedef fused Number:
@@ -58,20 +66,35 @@ cdef void blocks_drop(uint32_t* blocks) noexcept nogil:
         free(blocks - HEADER)
 
 
+cdef struct Reading:
+    # The array, whose element type is told by width and sign, and the list it becomes.
+    Py_buffer view
+    bint is_signed
+    bint compared               # with one another
+    uint32_t* numbers
+    uint64_t size
+    uint32_t largest
+    bint representable
+    bint ascending
+    bint distinct
+    bint failed                 # for want of memory
+
+
 cdef class BlockList:
     """Block numbers from a contiguous array of 32-bit or 64-bit integers, which is copied.
 
-    `size` is how many there are, `largest` the largest of them (0 if there is none), and
-    `representable` whether all are numbers that a block can have: from 0 to 2**32 - 1.
+    `size` is how many there are, `largest` the largest of them (0 if there is none),
+    `representable` whether all are numbers that a block can have, from 0 to 2**32 - 1, and
+    `distinct` whether they are that and none occurs twice.  To find that out takes a bit of memory
+    for each number up to the largest, and none where they ascend; of sources it is not asked.
     """
 
-    def __cinit__(self, array not None):
-        cdef Py_buffer view
-        PyObject_GetBuffer(array, &view, PyBUF_CONTIG_RO | PyBUF_FORMAT)
-        try:
-            read(self, &view)
-        finally:
-            PyBuffer_Release(&view)
+    def __init__(self, array not None):
+        cdef Reading reading
+        begin(&reading, array, True)
+        with nogil:
+            read_list(&reading)
+        take_over(self, &reading)
 
     def __dealloc__(self):
         blocks_drop(self.numbers)
@@ -79,71 +102,124 @@ cdef class BlockList:
     def __len__(self):
         return self.size
 
-    def distinct(self):
-        """Whether no number occurs twice.
 
-        Takes a bit of memory for each number up to the largest, and none where they ascend.
-        """
-        cdef uint64_t* seen
-        cdef uint64_t bit, i
-        cdef bint result = True
-        if self.ascending:
-            return True
-        with nogil:
-            seen = <uint64_t*>calloc(self.largest // 64 + 1, sizeof(uint64_t))
-            if seen != NULL:
-                for i in range(self.size):
-                    bit = <uint64_t>1 << (self.numbers[i] % 64)
-                    if seen[self.numbers[i] // 64] & bit:
-                        result = False
-                        break
-                    seen[self.numbers[i] // 64] |= bit
-        if seen == NULL:
-            raise MemoryError("no memory to compare a list of blocks")
-        free(seen)
-        return bool(result)
-
-
-cdef int read(BlockList blocks, const Py_buffer* view) except -1:
-    cdef bytes kind = view.format
-    cdef bint is_signed = kind in (b"i", b"l", b"q")
-    if view.ndim != 1 or not (is_signed or kind in (b"I", b"L", b"Q")):
-        raise ValueError(f"no flat array of 32-bit or 64-bit integers: {kind!r}")
-    blocks.size = view.len // view.itemsize
-    blocks.numbers = blocks_new(blocks.size)
-    if blocks.numbers == NULL:
-        raise MemoryError("no memory for a list of blocks")
+cdef tuple read_both(sources, targets):
+    """Two arrays as lists, by two threads if they are long."""
+    cdef BlockList source_list = BlockList.__new__(BlockList)
+    cdef BlockList target_list = BlockList.__new__(BlockList)
+    cdef Reading source, target
+    cdef pthread_t thread
+    cdef bint apart = False
+    begin(&source, sources, False)
+    try:
+        begin(&target, targets, True)
+    except BaseException:
+        PyBuffer_Release(&source.view)
+        raise
     with nogil:
-        if view.itemsize == sizeof(uint32_t):
-            if is_signed:
-                take(blocks, <const int32_t*>view.buf)
-            else:
-                take(blocks, <const uint32_t*>view.buf)
-        elif is_signed:
-            take(blocks, <const int64_t*>view.buf)
+        if min(source.size, target.size) >= LONG:
+            apart = pthread_create(&thread, NULL, read_apart, &source) == 0
+        read_list(&target)
+        if apart:
+            pthread_join(thread, NULL)
         else:
-            take(blocks, <const uint64_t*>view.buf)
+            read_list(&source)
+    try:
+        take_over(source_list, &source)
+    finally:
+        take_over(target_list, &target)
+    return source_list, target_list
+
+
+cdef int begin(Reading* reading, array, bint compared) except -1:
+    """Lays hold of the array's memory; ValueError if it is none that can be read."""
+    cdef bytes kind
+    memset(reading, 0, sizeof(Reading))
+    reading.compared = compared
+    PyObject_GetBuffer(array, &reading.view, PyBUF_CONTIG_RO | PyBUF_FORMAT)
+    kind = reading.view.format
+    reading.is_signed = kind in (b"i", b"l", b"q")
+    if reading.view.ndim != 1 or not (reading.is_signed or kind in (b"I", b"L", b"Q")):
+        PyBuffer_Release(&reading.view)
+        raise ValueError(f"no flat array of 32-bit or 64-bit integers: {kind!r}")
+    reading.size = reading.view.len // reading.view.itemsize
     return 0
 
 
-cdef void take(BlockList blocks, const Number* source) noexcept nogil:
-    cdef uint32_t* target = blocks.numbers
-    cdef uint64_t size = blocks.size, seen = 0, begin = 0, end, i
+cdef int take_over(BlockList blocks, Reading* reading) except -1:
+    """Lets go of the array; MemoryError if there was too little of it for the list."""
+    PyBuffer_Release(&reading.view)
+    blocks_drop(blocks.numbers)
+    blocks.numbers = reading.numbers
+    blocks.size = reading.size
+    blocks.largest = reading.largest
+    blocks.representable = reading.representable
+    blocks.distinct = reading.distinct
+    if reading.failed:
+        raise MemoryError("no memory for a list of blocks")
+    return 0
+
+
+cdef void* read_apart(void* reading) noexcept nogil:
+    read_list(<Reading*>reading)
+    return NULL
+
+
+cdef void read_list(Reading* reading) noexcept nogil:
+    reading.numbers = blocks_new(reading.size)
+    if reading.numbers == NULL:
+        reading.failed = True
+    elif reading.view.itemsize == sizeof(uint32_t):
+        if reading.is_signed:
+            copy(reading, <const int32_t*>reading.view.buf)
+        else:
+            copy(reading, <const uint32_t*>reading.view.buf)
+    elif reading.is_signed:
+        copy(reading, <const int64_t*>reading.view.buf)
+    else:
+        copy(reading, <const uint64_t*>reading.view.buf)
+    if reading.compared and reading.representable:
+        compare(reading)
+
+
+cdef void copy(Reading* reading, const Number* source) noexcept nogil:
+    cdef uint32_t* target = reading.numbers
+    cdef uint64_t size = reading.size, seen = 0, start = 0, stop, i
     cdef uint32_t falls = 0, largest = 0
-    while begin < size:
-        end = min(begin + PIECE, size)
-        for i in range(begin, end):
+    while start < size:
+        stop = min(start + PIECE, size)
+        for i in range(start, stop):
             # A negative number has its upper bits set, whatever its width.
             seen |= <uint64_t>source[i]
             target[i] = <uint32_t>source[i]
-        for i in range(max(begin, <uint64_t>1), end):
+        for i in range(max(start, <uint64_t>1), stop):
             falls |= target[i] <= target[i - 1]
-        begin = end
-    blocks.representable = seen >> 32 == 0
-    blocks.ascending = falls == 0
+        start = stop
+    reading.representable = seen >> 32 == 0
+    reading.ascending = falls == 0
     if falls == 0:
         largest = target[size - 1] if size > 0 else 0
     else:
         for i in range(size):
             largest = max(largest, target[i])
-    blocks.largest = largest
+    reading.largest = largest
+
+
+cdef void compare(Reading* reading) noexcept nogil:
+    """Finds out whether a number occurs twice."""
+    cdef uint64_t* seen
+    cdef uint64_t bit, i
+    reading.distinct = True
+    if reading.ascending:
+        return
+    seen = <uint64_t*>calloc(reading.largest // 64 + 1, sizeof(uint64_t))
+    if seen == NULL:
+        reading.failed = True
+        return
+    for i in range(reading.size):
+        bit = <uint64_t>1 << (reading.numbers[i] % 64)
+        if seen[reading.numbers[i] // 64] & bit:
+            reading.distinct = False
+            break
+        seen[reading.numbers[i] // 64] |= bit
+    free(seen)

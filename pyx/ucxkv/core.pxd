@@ -460,6 +460,8 @@ cdef struct Core:
     bint thread_running
     bint stop
     bint asleep
+    uint64_t awake_until        # the service thread looks for what may come before it sleeps
+    uint32_t watchers           # callers that progress the workers themselves for a moment
     pthread_t copier
     bint copier_running
     bint copier_asleep

@@ -414,14 +414,17 @@ cdef class NativeLink:
         Besides, its bytes read without UCX, endpoint repairs and dropped messages.
         """
         cdef Totals totals
+        cdef uint64_t direct, repairs, dropped
         with nogil:
             core_lock(self.core)
             totals = self.link.totals
+            direct, repairs, dropped = (self.link.bytes_direct, self.link.repairs,
+                                        self.link.dropped)
             core_unlock(self.core)
         cdef dict counted = totals_dict(&totals)
-        counted["bytes_direct"] = self.link.bytes_direct
-        counted["repairs"] = self.link.repairs
-        counted["dropped"] = self.link.dropped
+        counted["bytes_direct"] = direct
+        counted["repairs"] = repairs
+        counted["dropped"] = dropped
         return counted
 
     @property

@@ -23,6 +23,7 @@ from ucxkv.core cimport (
     SIGNAL_NS,
     ST_CACHE_NOT_EXIST,
     ST_NOT_YET_LINK,
+    STREAM_CHUNK,
     WAITING,
     CacheMem,
     Core,
@@ -35,6 +36,7 @@ from ucxkv.core cimport (
     core_wake,
 )
 from ucxkv.endpoint cimport NativeLink
+from ucxkv.geometry cimport Plan
 from ucxkv.memory cimport LocalCache, RemoteCache
 from ucxkv.pthread cimport (
     deadline_of,
@@ -47,7 +49,15 @@ from ucxkv.pthread cimport (
 )
 from ucxkv.service cimport link_step, run_timers
 from ucxkv.spans cimport Geometry, cursor_seek, geometry_bytes
-from ucxkv.transfer cimport transfer_begin, transfer_end, transfer_release, transfer_unref
+from ucxkv.transfer cimport (
+    transfer_begin,
+    transfer_begun,
+    transfer_end,
+    transfer_layers,
+    transfer_over,
+    transfer_release,
+    transfer_unref,
+)
 from ucxkv.ucp cimport UCS_OK, ucp_worker_progress, ucs_status_string
 
 
@@ -57,12 +67,33 @@ cdef extern from "<sys/eventfd.h>" nogil:
     int EFD_CLOEXEC
 
 
+cdef extern from "<sched.h>" nogil:
+    int sched_yield()
+
+
+cdef enum:
+    # An answer in one message, and how long its caller looks for it before he sleeps.
+    WATCHED_BYTES = STREAM_CHUNK
+    WATCH_NS = 60000
+
+
 cdef struct Side:
     # A cache, ours or a peer's, as the source or the destination of a transfer.
     const uint64_t* addrs
     uint64_t num_tensors
     uint64_t blocks
     uint64_t block_bytes
+
+
+cdef struct Piece:
+    # What of a side takes part: `length` bytes of each block of some tensors.
+    uint64_t first
+    uint64_t tensors
+    uint64_t length
+    uint64_t block
+    uint64_t n_blocks
+    uint64_t last               # the largest block number
+    const uint32_t* blocks      # NULL: `block` alone
 
 
 cdef TransferHandle handle_create(object engine, Core* core, Transfer* t):
@@ -98,23 +129,20 @@ cdef class TransferHandle:
         return 0
 
     def submit(self, NativeLink link not None, RemoteCache remote not None,
-               LocalCache local not None, *, bint push, bint get, uint32_t src_first,
-               uint32_t dst_first, uint32_t tensors, uint32_t tensors_per_layer,
-               uint64_t block_len, uint64_t src_block=0, uint64_t dst_block=0,
-               BlockList src_blocks=None, BlockList dst_blocks=None,
-               bint attended=False, bint withheld=False, hold=None, bytes notice=None):
-        """Start moving bytes; does nothing if the transfer has ended already.
+               LocalCache local not None, Plan plan not None, *, bint get=False,
+               bint attended=False, bint withheld=False):
+        """Start moving bytes as planned; does nothing if the transfer has ended already.
 
-        A pull, by GET if `get`, from `remote` to `local`, or a push the other way round.  Of
-        `tensors` tensors of each side, from `src_first` and `dst_first` on, `block_len` bytes of
-        each block are copied: the single blocks `src_block` and `dst_block`, or the lists.  `hold`
-        is the (slot, word) of a hold that a pull needs, `notice` what it tells the owner then.  A
-        push that is `withheld` runs, and ends with its link, its caches or a `quiesce` of its
+        A pull, by GET if `get`, from `remote` to `local`, or a push the other way round.  A push
+        that is `withheld` runs, and ends with its link, its caches or a `quiesce` of its
         destination, but is not offered before `release`.
         """
         self.ours()
         cdef Transfer* t = self.t
-        cdef uint64_t src_len = source_length(block_len, src_blocks, dst_blocks)
+        cdef uint64_t src_len = source_length(plan)
+        cdef uint64_t block_len = plan.block_len
+        cdef uint32_t tensors = plan.tensors, tensors_per_layer = plan.tensors_per_layer
+        cdef bint push = plan.push
         cdef Told* told = NULL
         cdef Side near = Side(local.mem.addrs, local.mem.num_tensors, local.mem.blocks,
                               local.mem.block_bytes)
@@ -122,9 +150,13 @@ cdef class TransferHandle:
                              remote.mem.block_bytes)
         cdef Side source = near if push else far
         cdef Side target = far if push else near
+        cdef Piece source_piece = piece(plan.src_first, tensors, src_len, plan.src_block,
+                                        plan.src_blocks)
+        cdef Piece target_piece = piece(plan.dst_first, tensors, block_len, plan.dst_block,
+                                        plan.dst_blocks)
         cdef uint32_t word_slot = remote.mem.slot
         cdef uint64_t word = remote.mem.generation
-        cdef bint held = hold is not None
+        cdef bint held = plan.hold is not None
         if tensors_per_layer == 0:
             raise ValueError("a layer has at least one tensor")
         if not push and not local.mem.writable:
@@ -132,13 +164,13 @@ cdef class TransferHandle:
         if get and remote.mem.n_regions == 0:
             raise ValueError("the peer gave no rkeys for this cache")
         if held:
-            word_slot, word = hold
+            word_slot, word = plan.hold.slot, plan.hold.word
             if word_slot >= MAX_WORDS:
                 raise ValueError("a hold that no engine can have given")
-        check_side(&source, src_first, tensors, src_len, src_block, src_blocks)
-        check_side(&target, dst_first, tensors, block_len, dst_block, dst_blocks)
+        check_piece(&source, &source_piece)
+        check_piece(&target, &target_piece)
         try:
-            told = told_new(self.t, notice, word_slot, word if held else 0)
+            told = told_new(self.t, plan.notice, word_slot, word if held else 0)
             with nogil:
                 core_lock(self.core)
                 if self.startable(link.link, remote.mem, local.mem):
@@ -151,10 +183,8 @@ cdef class TransferHandle:
                     t.withheld = withheld
                     t.notice = told
                     told = NULL
-                    set_geometry(&t.src_geo, &source, src_first, tensors, src_len, src_block,
-                                 src_blocks)
-                    set_geometry(&t.dst_geo, &target, dst_first, tensors, block_len, dst_block,
-                                 dst_blocks)
+                    set_geometry(&t.src_geo, &source, &source_piece)
+                    set_geometry(&t.dst_geo, &target, &target_piece)
                     t.src_blocks = blocks_share(<uint32_t*>t.src_geo.blocks)
                     t.dst_blocks = blocks_share(<uint32_t*>t.dst_geo.blocks)
                     t.total = geometry_bytes(&t.dst_geo)
@@ -254,7 +284,7 @@ cdef class TransferHandle:
     @property
     def done(self):
         """Over, and nothing will be written on its behalf any more."""
-        return self.t.state == DONE
+        return bool(transfer_over(self.t))
 
     @property
     def status(self):
@@ -301,7 +331,7 @@ cdef class TransferHandle:
     @property
     def layers_done(self):
         """Layers that have landed, from the first on, and are known to be right."""
-        return self.t.layers_done
+        return transfer_layers(self.t)
 
     @property
     def spans(self):
@@ -311,47 +341,49 @@ cdef class TransferHandle:
     @property
     def seconds(self):
         """From its creation to its end (or to now)."""
-        cdef uint64_t end = self.t.ended if self.t.state == DONE else now_ns()
+        cdef uint64_t end = self.t.ended if transfer_over(self.t) else now_ns()
         return (end - self.t.submitted) * 1e-9
 
 
-cdef void check_side(const Side* side, uint64_t first, uint64_t tensors, uint64_t length,
-                     uint64_t block, BlockList blocks) except *:
-    cdef bint inside = (tensors <= side.num_tensors and first <= side.num_tensors - tensors
-                        and length <= side.block_bytes)
+cdef Piece piece(uint64_t first, uint64_t tensors, uint64_t length, uint64_t block,
+                 BlockList blocks) noexcept:
     if blocks is None:
-        inside = inside and block < side.blocks
-    else:
-        inside = (inside and blocks.representable
-                  and (blocks.size == 0 or blocks.largest < side.blocks))
-    if not inside:
+        return Piece(first, tensors, length, block, 1, block, NULL)
+    return Piece(first, tensors, length, 0, blocks.size, blocks.largest, blocks.numbers)
+
+
+cdef int check_piece(const Side* side, const Piece* part) except -1:
+    if (part.tensors > side.num_tensors or part.first > side.num_tensors - part.tensors
+            or part.length > side.block_bytes
+            or (part.n_blocks > 0 and part.last >= side.blocks)):
         raise ValueError("a transfer would leave the memory of its cache")
+    return 0
 
 
-cdef uint64_t source_length(uint64_t block_len, BlockList src_blocks,
-                            BlockList dst_blocks) except? 0:
+cdef uint64_t source_length(Plan plan) except? 0:
     """Bytes of one source block: without a list it is one slot, cut into all destinations."""
-    if dst_blocks is None:
-        if src_blocks is not None:
+    if plan.dst_blocks is None:
+        if plan.src_blocks is not None:
             raise ValueError("source blocks without destination blocks")
-        return block_len
-    if src_blocks is None:
-        return block_len * dst_blocks.size
-    if src_blocks.size != dst_blocks.size:
+        return plan.block_len
+    if not plan.dst_blocks.representable:
+        raise ValueError("destination blocks that no cache can have")
+    if plan.src_blocks is None:
+        return plan.block_len * plan.dst_blocks.size
+    if plan.src_blocks.size != plan.dst_blocks.size or not plan.src_blocks.representable:
         raise ValueError("block lists differ in length")
-    return block_len
+    return plan.block_len
 
 
-cdef void set_geometry(Geometry* g, const Side* side, uint32_t first, uint32_t tensors,
-                       uint64_t block_len, uint64_t block, BlockList blocks) noexcept nogil:
+cdef void set_geometry(Geometry* g, const Side* side, const Piece* part) noexcept nogil:
     g.addrs = side.addrs
-    g.first = first
-    g.count = tensors
+    g.first = part.first
+    g.count = part.tensors
     g.stride = side.block_bytes
-    g.block_len = block_len
-    g.block = block
-    g.blocks = NULL if blocks is None else blocks.numbers
-    g.n_blocks = 1 if blocks is None else blocks.size
+    g.block_len = part.length
+    g.block = part.block
+    g.blocks = part.blocks
+    g.n_blocks = part.n_blocks
 
 
 cdef Told* told_new(Transfer* t, bytes notice, uint32_t word_slot, uint64_t word) except? NULL:
@@ -372,7 +404,7 @@ cdef Told* told_new(Transfer* t, bytes notice, uint32_t word_slot, uint64_t word
 
 
 cdef inline bint reached(const Transfer* t, int64_t layer) noexcept nogil:
-    return t.state == DONE or (layer >= 0 and t.layers_done > layer)
+    return transfer_over(t) or (layer >= 0 and transfer_layers(t) > layer)
 
 
 cdef bint wait_until(Core* core, Transfer* t, int64_t layer, uint64_t end) noexcept nogil:
@@ -380,12 +412,15 @@ cdef bint wait_until(Core* core, Transfer* t, int64_t layer, uint64_t end) noexc
     cdef uint64_t now, until
     cdef timespec ts
     while not reached(t, layer):
-        if t.path == PATH_GET and t.state != WAITING:
-            drive(core, t, layer, end)
+        if transfer_begun(t):
+            if t.path == PATH_GET:
+                drive(core, t, layer, end)
+            elif t.path == PATH_STREAM and t.total <= WATCHED_BYTES:
+                watch(core, t, end)
             if reached(t, layer):
                 return True
         now = now_ns()
-        if t.state < DONE and now >= t.deadline:
+        if now >= t.deadline:
             core_lock(core)
             run_timers(core, now)
             core_unlock(core)
@@ -422,5 +457,29 @@ cdef void drive(Core* core, Transfer* t, int64_t layer, uint64_t end) noexcept n
             core_lock(core)
     t.drivers -= 1
     if t.state != DONE:
+        core_wake(core)
+    core_unlock(core)
+
+
+cdef void watch(Core* core, Transfer* t, uint64_t end) noexcept nogil:
+    """Look for the answer for a moment: a small one comes sooner than a sleeper wakes up."""
+    cdef uint64_t now = now_ns()
+    cdef bint moved = False
+    if now + WATCH_NS < end:
+        end = now + WATCH_NS
+    core_lock(core)
+    core.watchers += 1
+    while t.state != DONE and t.link != NULL and now < end:
+        moved = ucp_worker_progress(t.link.am.worker.worker) > 0 or moved
+        now = now_ns()
+        run_timers(core, now)
+        if t.link != NULL and t.link.dirty:
+            link_step(t.link, now)
+        core_unlock(core)
+        sched_yield()
+        core_lock(core)
+    core.watchers -= 1
+    # What has come for others is the service thread's.
+    if t.state != DONE or (moved and core.first_link != NULL and core.first_link.next != NULL):
         core_wake(core)
     core_unlock(core)

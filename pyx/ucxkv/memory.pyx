@@ -510,7 +510,10 @@ cdef class RemoteCache:
 
     def retire(self):
         """Take no new pulls; running ones may end.  See `active`."""
-        self.mem.retired = True
+        with nogil:
+            core_lock(self.mem.core)
+            self.mem.retired = True
+            core_unlock(self.mem.core)
 
     @property
     def retired(self):

@@ -51,6 +51,10 @@ cdef extern from "<poll.h>" nogil:
     short POLLIN
 
 
+cdef extern from "<sched.h>" nogil:
+    int sched_yield()
+
+
 cdef enum:
     PROGRESS_ROUNDS = 64
     # Wake-ups have been seen to go missing, so no sleep is unbounded; the busier, the shorter.
@@ -61,6 +65,7 @@ cdef enum:
     VAIN_WAKES = 4
     SLEEP_VAIN_NS = 200000
     LINGER_NS = 100000000
+    SLEEP_WATCHED_NS = 100000
 
 
 cdef void prune_remotes(Link* link) noexcept nogil:
@@ -271,7 +276,11 @@ cdef void nap(Core* core, uint64_t now) noexcept nogil:
         fds[place].fd = workers[place].event_fd
         fds[place].events = POLLIN
         fds[place].revents = 0
-        if workers[place].vain >= VAIN_WAKES:
+        if core.watchers > 0:
+            # They look themselves, and being woken beside them would cost both.
+            fds[place].fd = -1
+            until = min(until, now + SLEEP_WATCHED_NS)
+        elif workers[place].vain >= VAIN_WAKES:
             # Left alone this once.
             fds[place].fd = -1
             workers[place].vain -= 1
@@ -318,8 +327,10 @@ cdef void* service_main(void* arg) noexcept nogil:
         again = step_links(core, now)
         if core.stop and all_closed(core):
             break
-        if moved or again or not arm(core):
+        if moved or again or now < core.awake_until or not arm(core):
             core_unlock(core)
+            if not moved:
+                sched_yield()
             core_lock(core)
             continue
         nap(core, now)

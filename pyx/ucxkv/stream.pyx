@@ -52,6 +52,7 @@ from ucxkv.core cimport (
     send_new,
 )
 from ucxkv.hold cimport hold_covers
+from ucxkv.landing cimport PAST_CACHES, land, landed
 from ucxkv.message cimport (
     AM_BLOCKS,
     AM_CANCEL,
@@ -68,6 +69,7 @@ from ucxkv.message cimport (
     message_send_blocks,
     message_send_head,
 )
+from ucxkv.pthread cimport now_ns
 from ucxkv.spans cimport Geometry, cursor_advance, cursor_run, cursor_seek, geometry_bytes
 from ucxkv.transfer cimport (
     cancel_later,
@@ -84,6 +86,10 @@ from ucxkv.ucp cimport UCS_OK, ucp_am_recv_param_t, ucp_worker_h, ucs_status_t
 
 cdef enum:
     ENTITLED = 2 * STREAM_CHUNK
+    # So much at once would not stay in a processor's caches anyway.
+    LARGE = 4194304
+    # Small pulls come one after the other: the next one finds the owner awake.
+    AWAKE_NS = 50000
     CHUNKS_A_TURN = 8
     # Requests that a puller has open at one owner: the others wait for their turn.
     MAX_REQUESTS = 512
@@ -186,6 +192,7 @@ cdef ucs_status_t on_data(void* arg, const void* header, size_t header_length, v
                                    param)
     cdef Transfer* t
     cdef uint64_t run, target = 0
+    cdef bint large
     if link == NULL:
         return UCS_OK
     t = transfer_find(link.core, link, message.head.transfer)
@@ -196,13 +203,19 @@ cdef ucs_status_t on_data(void* arg, const void* header, size_t header_length, v
         transfer_end(t, ST_FAILED, UCS_OK, b"the peer streams what was not asked for")
         return UCS_OK
     t.received += length
+    large = t.total >= LARGE and t.dst_geo.block_len >= PAST_CACHES
     while length > 0:
         t.spans += t.dst_cursor.run == 0
         run = cursor_run(&t.dst_cursor, &t.dst_geo, length, &target)
-        memcpy(<void*>target, source, run)
+        if large:
+            land(<void*>target, source, run)
+        else:
+            memcpy(<void*>target, source, run)
         cursor_advance(&t.dst_cursor, &t.dst_geo, run)
         source += run
         length -= run
+    if large:
+        landed()
     transfer_advance(t, t.received)
     return UCS_OK
 
@@ -354,6 +367,8 @@ cdef ucs_status_t on_request(void* arg, const void* header, size_t header_length
         serve.geo.n_blocks = r.n_blocks
         link.blocks_held += r.n_blocks if r.has_blocks else 0
         serve.total = geometry_bytes(&serve.geo)
+        if serve.total <= STREAM_CHUNK:
+            core.awake_until = now_ns() + AWAKE_NS
         serve.offset = r.start
         cursor_seek(&serve.cursor, &serve.geo, r.start)
         if r.has_blocks and not take_blocks(serve, 0, <const uint32_t*>data,

@@ -2,8 +2,42 @@
 
 from libc.stdint cimport uint32_t, uint64_t
 
-from ucxkv.core cimport Core, Link, RemoteMem, Told, Totals, Transfer
+from ucxkv.core cimport (
+    DONE,
+    WAITING,
+    Core,
+    Link,
+    RemoteMem,
+    Told,
+    Totals,
+    Transfer,
+    TransferState,
+)
 from ucxkv.ucp cimport ucs_status_t
+
+
+cdef extern from * nogil:
+    TransferState load_state "__atomic_load_n"(const TransferState* state, int order)
+    void store_state "__atomic_store_n"(TransferState* state, TransferState value, int order)
+    uint32_t load_layers "__atomic_load_n"(const uint32_t* layers, int order)
+    void store_layers "__atomic_store_n"(uint32_t* layers, uint32_t value, int order)
+    int __ATOMIC_ACQUIRE
+    int __ATOMIC_RELEASE
+
+
+cdef inline bint transfer_begun(const Transfer* t) noexcept nogil:
+    """Whether it is on its way, or over; without the lock too, and then its path can be read."""
+    return load_state(&t.state, __ATOMIC_ACQUIRE) != WAITING
+
+
+cdef inline bint transfer_over(const Transfer* t) noexcept nogil:
+    """Whether it has ended; without the lock too, and then all that it has left can be read."""
+    return load_state(&t.state, __ATOMIC_ACQUIRE) == DONE
+
+
+cdef inline uint32_t transfer_layers(const Transfer* t) noexcept nogil:
+    """The layers that have landed; without the lock too, and then their bytes can be read."""
+    return load_layers(&t.layers_done, __ATOMIC_ACQUIRE)
 
 
 cdef Transfer* transfer_new(Core* core, uint64_t deadline) noexcept nogil

@@ -280,7 +280,7 @@ cdef void transfer_end_all(Link* link, uint32_t status, const char* reason) noex
 cdef void transfer_begin(Transfer* t, Link* link) noexcept nogil:
     """Put `t`, whose memory and geometry are set, on its link."""
     t.link = link
-    t.state = RUNNING
+    store_state(&t.state, RUNNING, __ATOMIC_RELEASE)
     if t.path == PATH_PUSH:
         t.near.pushes += 1
     else:
@@ -342,7 +342,7 @@ cdef void transfer_word_gone(Transfer* t) noexcept nogil:
 
 cdef void show_layers(Transfer* t, uint32_t layers) noexcept nogil:
     pthread_mutex_lock(&t.mutex)
-    t.layers_done = layers
+    store_layers(&t.layers_done, layers, __ATOMIC_RELEASE)
     signal_waiters(t)
     pthread_mutex_unlock(&t.mutex)
 
@@ -410,7 +410,7 @@ cdef void transfer_end(Transfer* t, uint32_t status, ucs_status_t ucs,
     if t.state == RUNNING and t.path != PATH_GET and t.requested and status != ST_SUCCESS:
         cancel_later(t.link, transfer_number(t))
     transfer_due(t, NOTHING)
-    t.state = FENCING
+    store_state(&t.state, FENCING, __ATOMIC_RELEASE)
     if t.outstanding > 0:
         t.fence_by = now_ns() + FENCE_GRACE_NS
         if t.link.drop_rma_at == 0 or t.fence_by < t.link.drop_rma_at:
@@ -565,9 +565,10 @@ cdef void transfer_settle(Transfer* t) noexcept nogil:
     if t.far != NULL:
         remote_unref(t.far)
     pthread_mutex_lock(&t.mutex)
-    t.state = DONE
     if t.status == ST_SUCCESS:
-        t.layers_done = t.layers
+        store_layers(&t.layers_done, t.layers, __ATOMIC_RELEASE)
+    # Last: whoever looks without the lock takes what it finds beside it.
+    store_state(&t.state, DONE, __ATOMIC_RELEASE)
     signal_waiters(t)
     pthread_mutex_unlock(&t.mutex)
     transfer_unref(t)

@@ -109,6 +109,9 @@ def test_stopped_owner(peers: tuple[Peer, Peer]) -> None:
     owner, puller = peers
     cache_id = owner.call(actions.make_cache, "kv", 4, (1, 4 << 20), seed=2)
     puller.call(actions.make_cache, "kv", 4, (1, 4 << 20), access="")
+    # Its cache is known only when the owner has had the time to tell.
+    assert puller.call(actions.pull, "kv", 1, cache_id, timeout_ms=10000).ok
+    puller.call(actions.paint, "kv", 0)
     with owner.stopped():
         outcome = puller.call(actions.pull_checked, "kv", 1, cache_id, 2, timeout_ms=5000)
         assert outcome.ok, outcome

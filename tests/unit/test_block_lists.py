@@ -39,7 +39,7 @@ def test_summary(values: list[int]) -> None:
         assert len(blocks) == blocks.size == len(values)
         assert blocks.largest == max(values, default=0)
         assert blocks.representable
-        assert blocks.distinct() is (len(set(values)) == len(values))
+        assert blocks.distinct is (len(set(values)) == len(values))
 
 
 DTYPES = [f"{order}{kind}{size}" for order in "<>" for kind in "iu" for size in (1, 2, 4, 8)]
@@ -52,7 +52,7 @@ def test_every_type_and_stride(dtype: str, step: int) -> None:
     blocks = made(array)
     assert (blocks.size, blocks.largest) == (array.size, array.max())
     assert blocks.representable
-    assert blocks.distinct() is (len(set(array.tolist())) == array.size)
+    assert blocks.distinct is (len(set(array.tolist())) == array.size)
     array.flags.writeable = False
     assert made(array).largest == array.max()
     misplaced = np.frombuffer(b"." + array.tobytes(), np.uint8)[1:].view(dtype)
@@ -112,18 +112,18 @@ def test_what_is_no_list(values: Any) -> None:
     ],
 )
 def test_distinct_at_the_edges(values: list[int], expected: bool) -> None:
-    assert made(values).distinct() is expected
+    assert made(values).distinct is expected
 
 
 def test_distinct_finds_one_repetition_in_a_million() -> None:
     """Of a list that ascends everywhere else, wherever in it."""
     ascending = np.arange(0, 2_000_000, 2)
-    assert made(ascending).distinct()
+    assert made(ascending).distinct
     for place in (1, 4095, 4096, 500_000, len(ascending) - 1):
         for other in (0, place - 1):
             values = ascending.copy()
             values[place] = values[other]
-            assert not made(values).distinct()
+            assert not made(values).distinct
 
 
 @pytest.mark.parametrize("values", [range(0), range(3, 40, 4), range(40, 3, -4)], ids=repr)
@@ -131,14 +131,14 @@ def test_ranges(values: range) -> None:
     blocks = made(values)
     assert (blocks.size, blocks.largest) == (len(values), max(values, default=0))
     assert blocks.representable
-    assert blocks.distinct()
+    assert blocks.distinct
 
 
 def test_it_is_a_copy() -> None:
     array = np.array([3, 1, 2])
     blocks = made(array)
     array[:] = 2
-    assert blocks.distinct()
+    assert blocks.distinct
     assert blocks.largest == 3
 
 
@@ -150,7 +150,7 @@ def test_it_holds_nothing_of_what_it_was_made_from(dtype: Any) -> None:
     del array
     gc.collect()
     assert alive() is None
-    assert blocks.distinct()
+    assert blocks.distinct
 
 
 @pytest.mark.parametrize(
