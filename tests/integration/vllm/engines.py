@@ -106,8 +106,9 @@ def _serve(pipe: Connection, launch: Launch, log: str) -> None:
     pipe.send(("ready", "", None))
     core = engine.engine_core.engine_core
     while True:
-        busy = core.scheduler.has_requests()
-        while pipe.poll(0 if busy else 0.05):
+        if not core.scheduler.has_requests():
+            pipe.poll(0.05)
+        while pipe.poll(0):
             if not _command(pipe, engine, pipe.recv()):
                 return
         if not core.scheduler.has_requests():
@@ -256,7 +257,7 @@ class Engine:
         os.kill(self.pid, signal.SIGCONT)
 
     @contextlib.contextmanager
-    def slowed(self, running: float = 0.001, stopped: float = 0.05) -> Iterator[None]:
+    def slowed(self, running: float = 0.003, stopped: float = 0.03) -> Iterator[None]:
         """Stop it again and again, so that it serves pulls slowly."""
         over = threading.Event()
 
@@ -328,6 +329,11 @@ def bytes_landed(engine: Any) -> dict[str, int]:
         name: sum(transfer.bytes_done for _, transfer in pull.pieces)
         for name, pull in pulls.items()
     }
+
+
+def is_pulling(engine: Any, pulls: int) -> bool:
+    """Whether so many pulls have begun."""
+    return len(worker_side(engine)._pulls._pulls) == pulls
 
 
 def transfers(engine: Any) -> dict[str, int]:

@@ -16,6 +16,7 @@ from engines import (
     digest_of_blocks,
     free_blocks,
     is_idle,
+    is_pulling,
     link_paths,
     transfers,
 )
@@ -51,6 +52,7 @@ class Deployment:
     layerwise: Engine
     failing: Engine
     path: str
+    launch: Launch
 
     def held(self, name: str, prompt: list[int]) -> dict[str, object]:
         """Have a prompt computed by prefill; the parameters for decode."""
@@ -73,8 +75,8 @@ def deployment(
     tcp = {"UCX_TLS": "tcp,self"} if path == "stream" else {}
     pieces = {"blocks_per_pull": 4, "pull_seconds": 30}
 
-    def decode(policy: str = "recompute", **extra: object) -> Engine:
-        launch = Launch(
+    def decode(policy: str = "recompute", **extra: object) -> Launch:
+        return Launch(
             model,
             "kv_consumer",
             {**pieces, **extra},
@@ -82,20 +84,20 @@ def deployment(
             blocks=DECODE_BLOCKS,
             environment=tcp,
         )
-        return start(launch)
 
-    prefill = start(Launch(model, "kv_producer", {"hold_seconds": HOLD_SECONDS}, environment=tcp))
-    engines = [prefill, decode(), decode(load="layerwise"), decode("fail")]
+    prefill = Launch(model, "kv_producer", {"hold_seconds": HOLD_SECONDS}, environment=tcp)
+    launches = [prefill, decode(), decode(load="layerwise"), decode("fail")]
+    engines = [start(launch) for launch in launches]
     for engine in engines:
         engine.ready()
-    return Deployment(*engines, path)
+    return Deployment(*engines, path, decode())
 
 
 @pytest.fixture
 def slow_deployment(deployment: Deployment) -> Deployment:
-    """One whose pulls can be slowed: on one host a puller reads without the owner."""
+    """One whose pulls stop with prefill: on one host a puller reads without the owner."""
     if deployment.path == "get":
-        pytest.skip("pulls by GET need nothing of prefill that could be slowed")
+        pytest.skip("pulls by GET go on while prefill stands still")
     return deployment
 
 
@@ -201,20 +203,23 @@ def test_aborted_before_it_was_scheduled(deployment: Deployment) -> None:
     assert deployment.prefill.wait_for(is_idle) < HOLD_SECONDS - 1
 
 
-def begin_slow_pull(
-    engine: Engine, name: str, prompt: list[int], params: dict[str, object]
+def stop_in_mid_pull(
+    prefill: Engine, decode: Engine, name: str, prompt: list[int], params: dict[str, object]
 ) -> None:
-    """Have a prompt pulled, up to its middle; prefill must be slowed."""
-    engine.add(name, prompt, 16, params)
+    """Have a prompt pulled, and stop prefill when some of it has come."""
+    prefill.stop()
+    decode.add(name, prompt, 16, params)
     total = -(-len(prompt) // BLOCK) * BLOCK_BYTES
-    deadline = time.monotonic() + 30
-    landed = 0
-    while time.monotonic() < deadline:
-        landed = max([landed, *engine.call(bytes_landed).values()])
-        if landed:
-            assert landed < total * 0.9, "it was not slow"
-            return
-    raise AssertionError("the pull does not begin, or was not slow")
+    decode.wait_for(is_pulling, 1)
+    pulse = 0.001
+    while not sum(decode.call(bytes_landed).values()):
+        assert pulse < 1, "prefill sends nothing"
+        prefill.resume()
+        time.sleep(pulse)
+        prefill.stop()
+        pulse *= 1.5
+    landed = sum(decode.call(bytes_landed).values())
+    assert 0 < landed < total, "all of it came at once"
 
 
 def test_aborted_in_mid_pull(slow_deployment: Deployment) -> None:
@@ -224,9 +229,7 @@ def test_aborted_in_mid_pull(slow_deployment: Deployment) -> None:
     expected = slow_deployment.alone("local", local)
     prompt = long_prompt(42)
     params = slow_deployment.held("aborted", prompt)
-    with prefill.slowed():
-        begin_slow_pull(decode, "aborted", prompt, params)
-    prefill.stop()
+    stop_in_mid_pull(prefill, decode, "aborted", prompt, params)
     blocks = decode.call(blocks_of, "aborted")
     assert len(blocks) == 60
     decode.abort("aborted")
@@ -249,22 +252,23 @@ def test_aborted_in_mid_pull(slow_deployment: Deployment) -> None:
 
 
 def test_decode_killed_in_mid_pull(
-    slow_deployment: Deployment, start: Callable[[Launch], Engine], model: str
+    slow_deployment: Deployment, start: Callable[[Launch], Engine]
 ) -> None:
     """Prefill keeps its blocks until their time is over, no longer, and goes on."""
-    prefill, decode = slow_deployment.prefill, slow_deployment.layerwise
+    prefill, decode = slow_deployment.prefill, start(slow_deployment.launch).ready()
+    prompt = long_prompt(44)[:500]
+    decode.add("link", prompt, 1, slow_deployment.held("link", prompt))
+    decode.answer("link")
     params = slow_deployment.held("orphan", long_prompt(43))
     answered = prefill.answer("orphan").at
-    with prefill.slowed():
-        decode.add("orphan", long_prompt(43), 16, params)
-        time.sleep(0.2)
-        decode.kill()
+    stop_in_mid_pull(prefill, decode, "orphan", long_prompt(43), params)
+    decode.kill()
+    prefill.resume()
     assert prefill.call(free_blocks) < 255
     prefill.wait_for(is_idle, timeout=HOLD_SECONDS + 2)
     held = time.monotonic() - answered
     assert HOLD_SECONDS - 0.5 < held < HOLD_SECONDS + 2
     assert prefill.call(free_blocks) == 255
-    prompt = long_prompt(44)[:500]
     slow_deployment.decode.add("next", prompt, 16, slow_deployment.held("next", prompt))
     assert slow_deployment.decode.answer("next").tokens == slow_deployment.alone("next", prompt)
 
@@ -278,13 +282,13 @@ def test_prefill_killed_in_mid_pull(slow_deployment: Deployment) -> None:
     expected_other = slow_deployment.alone("other alone", other)
     params = slow_deployment.held("lost", lost)
     more = slow_deployment.held("lost too", lost)
-    with prefill.slowed():
-        failing.add("lost", lost, 16, params)
-        begin_slow_pull(decode, "lost too", lost, more)
-        prefill.kill()
-        killed = time.monotonic()
-        for engine in (decode, failing):
-            engine.add("local", other, 16)
+    stop_in_mid_pull(prefill, decode, "lost too", lost, more)
+    failing.add("lost", lost, 16, params)
+    failing.wait_for(is_pulling, 1)
+    prefill.kill()
+    killed = time.monotonic()
+    for engine in (decode, failing):
+        engine.add("local", other, 16)
     assert decode.answer("lost too").tokens == expected
     assert failing.answer("lost").reason == "error"
     assert time.monotonic() - killed < 10
