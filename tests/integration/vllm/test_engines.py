@@ -288,11 +288,11 @@ def test_prefill_killed_in_mid_pull(slow_deployment: Deployment) -> None:
     prefill.kill()
     killed = time.monotonic()
     for engine in (decode, failing):
-        engine.add("local", other, 16)
+        engine.add("meanwhile", other, 16)
     assert decode.answer("lost too").tokens == expected
     assert failing.answer("lost").reason == "error"
     assert time.monotonic() - killed < 10
     for engine in (decode, failing):
-        assert engine.answer("local").tokens == expected_other
+        assert engine.answer("meanwhile").tokens == expected_other
         engine.wait_for(is_idle)
         assert engine.call(free_blocks) == DECODE_BLOCKS - 1

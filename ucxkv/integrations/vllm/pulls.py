@@ -19,6 +19,7 @@ from ucxkv import (
     LinkFailed,
     LlmDataDist,
     LlmError,
+    LlmTimeout,
     NotYetLink,
     Status,
     Transfer,
@@ -109,6 +110,8 @@ class _Pull:
         self.pieces: list[tuple[tuple[int, ...], Transfer]] = []
         #: Blocks whose transfer could not even begin.
         self.refused: list[int] = []
+        #: The first thing that went wrong.
+        self.cause: BaseException | None = None
         self.submitted = False
 
     def done(self) -> bool:
@@ -248,10 +251,10 @@ class Pulls:
         if pull.submitted or not (pull.link.done() or time.monotonic() > pull.deadline):
             return
         pull.submitted = True
-        error = pull.link.exception() if pull.link.done() else "not within the pull's time"
+        error = pull.link.exception() if pull.link.done() else LlmTimeout("no link in time")
         if error is not None:
             self._figures.failed_links += 1
-            logger.warning("No link for request %s: %s", pull.load.request_id, error)
+            pull.cause = error
             pull.refused.extend(pull.load.local_blocks)
             return
         step = self._settings.blocks_per_pull
@@ -260,8 +263,8 @@ class Pulls:
             ours = pull.load.local_blocks[first : first + step]
             try:
                 pull.pieces.append((ours, self._transfer(pull, theirs, ours)))
-            except LlmError as failure:
-                self._failed(pull, ours, failure)
+            except LlmError as refusal:
+                pull.cause = refusal
                 pull.refused.extend(ours)
 
     def _transfer(self, pull: _Pull, theirs: tuple[int, ...], ours: tuple[int, ...]) -> Transfer:
@@ -286,7 +289,7 @@ class Pulls:
             try:
                 moved += transfer.result().bytes
             except LlmError as error:
-                self._failed(pull, blocks, error)
+                pull.cause = pull.cause or error
                 reached = reached and not isinstance(error, (NotYetLink, HoldEnded))
                 good = landed_blocks(
                     transfer.bytes_done,
@@ -296,6 +299,13 @@ class Pulls:
                 )
                 failed.extend(blocks[good:])
         if failed:
+            logger.warning(
+                "Request %s lacks %d of the %d blocks it was to pull: %s",
+                pull.load.request_id,
+                len(failed),
+                len(pull.load.local_blocks),
+                pull.cause,
+            )
             self._book_failure(failed)
         else:
             self._figures.pull_seconds.append(time.monotonic() - pull.begun)
@@ -304,11 +314,6 @@ class Pulls:
             self._over.add(pull.load.request_id)
         if reached:
             self.release(pull.load.source)
-
-    def _failed(self, pull: _Pull, blocks: tuple[int, ...], error: LlmError) -> None:
-        logger.warning(
-            "Pull of %d blocks for request %s failed: %s", len(blocks), pull.load.request_id, error
-        )
 
     def _give_up(self, load: Load, reason: str) -> None:
         logger.error("Request %s pulls nothing: %s", load.request_id, reason)
