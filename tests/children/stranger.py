@@ -201,8 +201,8 @@ def intrude(ctx: Context, plane: dict[str, Any], count: int) -> int:
 
 
 def tell_late(ctx: Context, plane: dict[str, Any], messages: list[tuple[str, int, int]]) -> None:
-    """In the name of a linked peer send pings and notices, each with a number, from an endpoint that
-    was repaired so many times."""
+    """In the name of a linked peer send pings and notices, each with a number, from an endpoint
+    that was repaired so many times."""
     sender = Sender(plane["address"])
     for kind, epoch, number in messages:
         head = HEAD.pack(plane["slot"] | (epoch & 0xFFFF) << 16, 0, plane["token"], number)
