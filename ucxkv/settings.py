@@ -42,6 +42,8 @@ _CMA_BY_ITSELF = (1, 20)
 _NO_EMULATION = (1, 21)
 
 _SHARED = frozenset(("posix", "sysv", "cma", "knem", "xpmem"))
+# As many as UCX can use for one operation.
+_MOST_RAILS = 4
 # UCX's names for several transports at once (mm may have xpmem too, which few machines have).
 _ALIASES: Mapping[str, frozenset[str]] = {
     "mm": frozenset(("posix", "sysv")),
@@ -89,6 +91,25 @@ def _combined(
     """Defaults that the user has not set, the user's options, and what is forced."""
     chosen = {name: value for name, value in defaults.items() if user_value(options, name) is None}
     return {**chosen, **options.ucx, **forced}
+
+
+def _is_port(device: str) -> bool:
+    """Whether a name of `Options.devices` is a port of an RDMA device."""
+    return ":" in device or device in _load.rdma_devices()
+
+
+def _devices(options: Options, *, ports: bool, interfaces: bool) -> list[str]:
+    return [name for name in options.devices or () if (ports if _is_port(name) else interfaces)]
+
+
+def _packets(options: Options) -> dict[str, str]:
+    """What packets of RDMA devices carry; only for contexts that use them: UCX warns of others."""
+    values = {
+        "IB_TRAFFIC_CLASS": options.traffic_class,
+        "IB_SL": options.service_level,
+        "IB_GID_INDEX": options.gid_index,
+    }
+    return {name: str(value) for name, value in values.items() if value is not None}
 
 
 def _names(value: str) -> list[str]:
@@ -154,9 +175,15 @@ def am_settings(
     that of UCX.  `rdma` says whether RDMA can be used; None: found out.
     """
     defaults = {"TLS": "tcp,self"}
-    if interface is not None and _one_network(options, rdma_usable() if rdma is None else rdma):
+    alone = _one_network(options, rdma_usable() if rdma is None else rdma)
+    if interface is not None and alone:
         defaults["NET_DEVICES"] = interface
-    return _combined(options, defaults, _forced(user_value(options, "TLS") or defaults["TLS"]))
+    chosen = _devices(options, ports=not alone, interfaces=True)
+    wanted = {"NET_DEVICES": ",".join(chosen)} if chosen else {}
+    if not alone:
+        wanted.update(_packets(options))
+    forced = _forced(user_value(options, "TLS") or defaults["TLS"])
+    return _combined(options, defaults, {**wanted, **forced})
 
 
 def _our_transports(
@@ -210,7 +237,9 @@ def rma_settings(
     if path == "stream":
         return None
     value = user_value(options, "TLS")
-    native = _native_transports(value, version, rdma_usable() if rdma is None else rdma)
+    ports = _devices(options, ports=True, interfaces=False)
+    usable = (rdma_usable() if rdma is None else rdma) and (options.devices is None or bool(ports))
+    native = _native_transports(value, version, usable)
     defaults = {"RCACHE_MAX_UNRELEASED": "1024"}
     if native is None:
         if path != "get" or value is None:
@@ -223,5 +252,11 @@ def rma_settings(
         defaults["CMA_MEMORY_INVALIDATE"] = "y"
     if version >= _NO_EMULATION:
         defaults["PROTO_EMULATION_ENABLE"] = "n"
+    wanted: dict[str, str] = {}
+    if any(_is_rdma(name) for name in native):
+        wanted = _packets(options)
+        if ports:
+            wanted["NET_DEVICES"] = ",".join(ports)
+            defaults["MAX_RMA_RAILS"] = str(min(len(ports), _MOST_RAILS))
     tls = ",".join(native)
-    return _combined(options, defaults, {"TLS": tls, **_forced(tls)})
+    return _combined(options, defaults, {**wanted, "TLS": tls, **_forced(tls)})
