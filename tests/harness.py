@@ -28,9 +28,11 @@ from types import TracebackType
 from typing import Any
 
 import psutil
+import pytest
 
 from children import actions
 from interpreters import PATIENCE, Interpreter, Pending
+from ucxkv import _load, settings
 
 SCALE = float(os.environ.get("UCXKV_TEST_SCALE", "1"))
 
@@ -281,6 +283,14 @@ class Peer:
             self._abandon()
 
 
+def needs_get() -> None:
+    """Skip the test where processes of one host have no native GET: before UCX 1.19, unless by
+    RDMA."""
+    version = _load.loaded().version
+    if version < settings.NATIVE_CMA and not settings.rdma_usable():
+        pytest.skip(f"UCX {_load.loaded().version_text} has no GET of its own on one host")
+
+
 def environment(path: str, more: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a child: the test's own, with the settings of a path and no others."""
     env = {
@@ -297,7 +307,9 @@ def environment(path: str, more: Mapping[str, str] | None = None) -> dict[str, s
     env["OPENBLAS_NUM_THREADS"] = "1"
     if path in ("stream", "emulated"):
         env["UCX_TLS"] = "tcp,self"
-    elif path not in ("get", "auto"):
+    elif path == "get":
+        needs_get()
+    elif path != "auto":
         raise ValueError(path)
     env.update(more or {})
     return env

@@ -410,8 +410,14 @@ cdef class NativeEngine:
         cdef Core* core = self.core
         cdef Totals totals
         cdef uint32_t holds, queued, notices
-        cdef uint64_t received, dropped
+        cdef uint64_t received, dropped, mapped, mapping
+        cdef uint32_t regions
         with nogil:
+            pthread_mutex_lock(&core.mapping)
+            regions = core.mapped_regions
+            mapped = core.mapped_bytes
+            mapping = core.mapping_ns
+            pthread_mutex_unlock(&core.mapping)
             core_lock(core)
             totals = core.totals
             holds = core.n_holds
@@ -423,6 +429,9 @@ cdef class NativeEngine:
         cdef dict counted = totals_dict(&totals)
         counted["dropped"] = dropped
         counted["holds"] = holds
+        counted["registered_regions"] = regions
+        counted["registered_bytes"] = mapped
+        counted["registration_ns"] = mapping
         counted["notices_received"] = received
         counted["notices_queued"] = queued
         counted["notices_waiting"] = notices - queued
