@@ -148,6 +148,24 @@ def rdma_usable() -> bool:
     return bool(_load.rdma_devices()) and _load.has_rdma(_load.loaded().folder)
 
 
+def rdma_missing(options: Options) -> str:
+    """What the RDMA transports that the user names lack here, as a sentence; empty if nothing."""
+    value = user_value(options, "TLS")
+    if value is None or value.startswith("^"):
+        return ""
+    if not any(_is_rdma(name) or name.startswith("ud") for name in _names(value)):
+        return ""
+    folder = _load.loaded().folder
+    if not _load.has_rdma(folder):
+        return (
+            f"UCX_TLS={value} names RDMA transports, but the UCX in {folder} has no module for"
+            f" them: choose another with {_load.SWITCH}"
+        )
+    if not _load.rdma_devices():
+        return f"UCX_TLS={value} names RDMA transports, but this machine has no RDMA device"
+    return ""
+
+
 def _one_network(options: Options, rdma: bool) -> bool:
     """Whether TCP is all that the streaming context uses between hosts."""
     value = user_value(options, "TLS")

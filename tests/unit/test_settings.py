@@ -200,6 +200,32 @@ def test_devices_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
     assert rma_of(Options(devices=TWO), rdma=True)["NET_DEVICES"] == "mlx5_0:1,mlx5_1:1"
 
 
+@pytest.mark.parametrize(
+    ("tls", "module", "devices", "said"),
+    [
+        ("rc", False, True, "has no module"),
+        ("ud,tcp", False, True, "has no module"),
+        ("rc", True, False, "no RDMA device"),
+        ("rc", True, True, ""),
+        ("tcp", False, False, ""),
+        ("^tcp", False, False, ""),
+        (None, False, False, ""),
+    ],
+)
+def test_what_rdma_lacks_is_named(
+    tls: str | None,
+    module: bool,
+    devices: bool,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_load, "has_rdma", lambda _folder: module)
+    monkeypatch.setattr(_load, "rdma_devices", lambda: ["mlx5_0"] if devices else [])
+    found = settings.rdma_missing(options(tls))
+    assert said in found
+    assert bool(found) is bool(said)
+
+
 # -- conflicts ------------------------------------------------------------------------------
 
 
