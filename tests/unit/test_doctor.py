@@ -41,8 +41,9 @@ class Made:
         self.proc("meminfo", "HugePages_Total:       0\n")
 
     def proc(self, name: str, text: str) -> None:
-        (self.folder / "proc").mkdir(exist_ok=True)
-        (self.folder / "proc" / name).write_text(text)
+        file = self.folder / "proc" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
 
     def limit(self, soft: int, hard: int) -> None:
         self.monkeypatch.setattr(host.resource, "getrlimit", lambda _kind: (soft, hard))
@@ -187,6 +188,23 @@ def test_too_little_memory_may_be_locked(made: Made, hard: int, mend: str) -> No
     assert mend in found["memlock"].mend
 
 
+def test_a_capability_is_as_good_as_a_limit(made: Made) -> None:
+    made.sys.port("mlx5_0", PLACE)
+    made.limit(65536, 65536)
+    made.proc("self/status", "Name:\tx\nCapEff:\t0000000000004000\n")
+    assert bad(made.examine()) == {}
+    made.proc("self/status", "Name:\tx\nCapEff:\t000001ffffffbfff\n")
+    assert bad(made.examine()) == {"memlock": "fail"}
+
+
+def test_soft_roce_needs_a_setting(made: Made) -> None:
+    made.sys.port("rxe0", None)
+    found = made.examine()
+    assert bad(found) == {"soft RoCE": "fail"}
+    assert "UCX_UD_VERBS_ETH_DGID_CHECK=n" in found["soft RoCE"].mend
+    assert bad(made.examine(Options(ucx={"UD_VERBS_ETH_DGID_CHECK": "n"}))) == {}
+
+
 def test_no_get_on_one_host(made: Made) -> None:
     made.get = Get(False, "kernel.yama.ptrace_scope is 2", "sysctl kernel.yama.ptrace_scope=1")
     found = made.examine()
@@ -246,6 +264,12 @@ def test_a_rate_is_held_against_the_port_that_carries_it(made: Made) -> None:
             check_form(finding)
         assert [finding.level for finding in found[:-1]] == ["ok", "ok"]
         assert found[-1].level == level, transports
+
+
+def test_a_port_in_software_promises_nothing(made: Made) -> None:
+    made.sys.port("rxe0", None)
+    ports = rdma_ports(made.sys.folder)
+    assert pair.promised(("rc_verbs/rxe0:1",), ports, []) is None
 
 
 def test_a_name_that_is_none() -> None:

@@ -16,8 +16,10 @@ from ucxkv.info import Info
 from ucxkv.options import Options
 
 _UNLIMITED = resource.RLIM_INFINITY
+_CAP_IPC_LOCK = 14
 _ROCE_MTU = 4200
 _SHARED_MEMORY = 64 << 20
+_DGID_CHECK = "UD_VERBS_ETH_DGID_CHECK"
 # It cannot connect over the loopback interface (openucx/ucx#11202).
 _BROKEN_LOOPBACK = (1, 20)
 
@@ -37,9 +39,10 @@ def examine(info: Info, options: Options, machine: Machine = Machine()) -> list[
     found = [*_ucx(), *_settings(options), *_rdma(ports, machine)]
     for port in ports:
         found += [_state(port), *_addresses(port), *_affinity(port, machine)]
+    found += _soft_roce(ports, options)
     return [
         *found,
-        _memlock(ports),
+        _memlock(ports, machine),
         _same_host(info),
         _huge_pages(machine),
         _shared_memory(machine),
@@ -165,6 +168,18 @@ def _addresses(port: Port) -> Iterator[Finding]:
         )
 
 
+def _soft_roce(ports: list[Port], options: Options) -> Iterator[Finding]:
+    soft = [port.name for port in ports if port.software and port.link_layer == "Ethernet"]
+    if soft and settings.user_value(options, _DGID_CHECK) != "n":
+        yield Finding(
+            "soft RoCE",
+            "fail",
+            f"{', '.join(soft)}, without UCX_{_DGID_CHECK}=n",
+            "UCX drops all packets that set up connections there, and links hang",
+            f"export UCX_{_DGID_CHECK}=n, at both ends",
+        )
+
+
 def _affinity(port: Port, machine: Machine) -> Iterator[Finding]:
     mine = devices.nodes_of(os.sched_getaffinity(0), machine.sys)
     if port.numa_node is None or not mine or port.numa_node in mine:
@@ -179,10 +194,20 @@ def _affinity(port: Port, machine: Machine) -> Iterator[Finding]:
     )
 
 
-def _memlock(ports: list[Port]) -> Finding:
+def _may_lock_anything(machine: Machine) -> bool:
+    """Whether this process has CAP_IPC_LOCK, for which the limit does not count."""
+    for line in _read(machine.proc / "self/status").splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1)
+    return False
+
+
+def _memlock(ports: list[Port], machine: Machine) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == _UNLIMITED:
         return Finding("memlock", "ok", "unlimited")
+    if _may_lock_anything(machine):
+        return Finding("memlock", "ok", "unlimited, by CAP_IPC_LOCK")
     what = f"{soft >> 10} KiB may be locked"
     if not ports:
         return Finding("memlock", "ok", f"{what}; without RDMA nothing has to be")

@@ -262,7 +262,12 @@ def promised(
         if kind == "tcp":
             found += [(n.name, n.gigabits) for n in networks if n.name == device and n.gigabits]
         else:
-            found += [(p.name, p.gigabits) for p in ports if p.name == device and p.gigabits]
+            # The rate that software gives itself promises nothing.
+            found += [
+                (p.name, p.gigabits)
+                for p in ports
+                if p.name == device and p.gigabits and not p.software
+            ]
     return max(found, key=lambda entry: entry[1], default=None)
 
 
