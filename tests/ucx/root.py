@@ -19,6 +19,7 @@ _PACKAGES = (
     *("libsqlite3-0", "libuuid1", "libstdc++6", "zlib1g", "iproute2", "procps"),
 )
 _SYSTEM = Path("/usr")
+_SHARED = ("/proc", "/sys", "/dev", "/tmp")
 
 
 class Unavailable(RuntimeError):
@@ -54,11 +55,6 @@ def _check() -> None:
         )
     if os.geteuid() != 0:
         raise Unavailable("debootstrap and chroot need root: run it with sudo -E")
-    if Path(sys.base_prefix) == _SYSTEM:
-        raise Unavailable(
-            "this Python belongs to /usr, which the other release has its own of: use one of"
-            " another place, such as pyenv's or uv's"
-        )
 
 
 def made(name: str) -> Path:
@@ -91,10 +87,23 @@ def made(name: str) -> Path:
     return root
 
 
+def _python() -> list[Path]:
+    """Files and folders of this Python and its packages."""
+    base = Path(sys.base_prefix)
+    places = [Path(sys.prefix), *map(Path, filter(None, sys.path))]
+    if base != _SYSTEM:
+        return [base, *(place for place in places if not place.is_relative_to(_SYSTEM))]
+    # A distribution's Python is spread over /usr, of which the root has its own.
+    programs = (_SYSTEM / "bin").glob("python3*")
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    libraries = [_SYSTEM / "lib" / version, _SYSTEM / "lib/python3"]
+    return [*programs, *libraries, *(place for place in places if place != _SYSTEM)]
+
+
 def _outermost(places: Sequence[Path]) -> list[Path]:
-    """Those that are in none of the others."""
+    """Those that are there, and in none of the others."""
     chosen: list[Path] = []
-    for place in sorted({place.resolve() for place in places if place.is_dir()}):
+    for place in sorted({place for place in places if place.exists()}):
         if not any(place.is_relative_to(other) for other in chosen):
             chosen.append(place)
     return chosen
@@ -102,12 +111,12 @@ def _outermost(places: Sequence[Path]) -> list[Path]:
 
 def inside(root: Path, project: Path, command: Sequence[str]) -> list[str]:
     """The command that runs `command` in a root, with the project and this Python in it."""
-    python = [Path(sys.base_prefix), Path(sys.prefix), *map(Path, filter(None, sys.path))]
-    outside = [place for place in python if not place.is_relative_to(_SYSTEM)]
     script = []
-    for place in (*_outermost([*outside, project]), *map(Path, ("/proc", "/sys", "/dev", "/tmp"))):
-        target = shlex.quote(f"{root}{place}")
-        script.append(f"mkdir -p {target}; mount --rbind {shlex.quote(str(place))} {target}")
+    # What is shared comes first: the project may be in it.
+    for place in (*map(Path, _SHARED), *_outermost([*_python(), project])):
+        source, target = shlex.quote(str(place)), shlex.quote(f"{root}{place}")
+        make = "mkdir -p" if place.is_dir() else f"mkdir -p $(dirname {target}); touch"
+        script.append(f"{make} {target}; mount --rbind {source} {target}")
     there = f"cd {shlex.quote(str(project))} && exec {shlex.join(command)}"
     script.append(f"exec chroot {shlex.quote(str(root))} /bin/sh -c {shlex.quote(there)}")
     return ["unshare", "--mount", "--propagation", "private", "sh", "-ec", "\n".join(script)]
