@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -57,7 +56,7 @@ def listening(env: Mapping[str, str] | None = None) -> Iterator[str]:
         assert process.stdout is not None
         line = process.stdout.readline()
         yield line.split()[-1]
-        process.send_signal(signal.SIGINT)
+        process.terminate()
         assert process.wait(10) == 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -54,6 +55,8 @@ def examine(peer: tuple[str, int] | None, options: Options, as_json: bool) -> in
 
 def listen(listen: str, options: Options, seconds: float | None) -> int:
     """Be the other end until interrupted, or for so many seconds; the exit code."""
+    # Ended by a service manager it closes its links too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with LlmDataDist(CLUSTER, options=options) as engine, contextlib.closing(Board(engine)):
         assert engine.listen_address is not None
         print(f"listening at {endpoint(*engine.listen_address)}", flush=True)
