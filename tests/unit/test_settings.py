@@ -66,6 +66,16 @@ def test_a_segment_holds_a_chunk_and_headers_and_is_the_same_both_ways() -> None
     assert sizes[0] == sizes[1] == settings.STREAM_SEGMENT > settings.STREAM_CHUNK + 512
 
 
+def test_older_releases_take_settings_of_transports_without_their_names() -> None:
+    old = settings.am_settings(options("tcp,posix"), "lo", (1, 16, 0), rdma=False)
+    new = settings.am_settings(options("tcp,posix"), "lo", (1, 17, 0), rdma=False)
+    assert old["TX_SEG_SIZE"] == new["TCP_TX_SEG_SIZE"]
+    assert old["CONN_NB"] == new["TCP_CONN_NB"] == "y"
+    assert old["ERROR_HANDLING"] == new["POSIX_ERROR_HANDLING"] == "y"
+    assert not any(name.startswith(("TCP_", "POSIX_")) for name in old)
+    assert old["RNDV_THRESH"] == new["RNDV_THRESH"] == "inf"
+
+
 def test_options_win_over_the_environment_and_both_over_defaults(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -195,6 +205,15 @@ def test_marks_of_packets_go_where_rdma_is_used() -> None:
     assert MARKS.items() <= am(streaming, rdma=True).items()
 
 
+def test_older_releases_take_marks_without_the_prefix() -> None:
+    found = settings.rma_settings(Options(**MARKED), OLDEST, rdma=True)
+    assert found is not None
+    assert {
+        name.removeprefix("IB_"): value for name, value in MARKS.items()
+    }.items() <= found.items()
+    assert not MARKS.keys() & found.keys()
+
+
 def test_devices_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_7:1")
     assert rma_of(Options(devices=TWO), rdma=True)["NET_DEVICES"] == "mlx5_0:1,mlx5_1:1"
@@ -298,7 +317,9 @@ def test_no_emulating_transport_is_left_without_rdma(tls: str | None, left: list
     [
         (None, ["cma", "posix", "rc"]),
         ("rc,ud,tcp", ["rc"]),
-        ("rc_verbs,self", ["rc_verbs", "self"]),
+        ("rc_verbs,self", ["rc_verbs", "self", "ud_verbs:aux"]),
+        ("rc_verbs,ud_verbs,self", ["rc_verbs", "self", "ud_verbs:aux"]),
+        ("rc_mlx5,dc_mlx5", ["dc_mlx5", "rc_mlx5", "ud_mlx5:aux"]),
         ("dc_x,tcp", ["dc_x"]),
         ("ud_verbs,tcp", None),
         ("ib", ["ib"]),
