@@ -19,7 +19,7 @@ _PACKAGES = (
     *("libsqlite3-0", "libuuid1", "libstdc++6", "zlib1g", "iproute2", "procps"),
 )
 _SYSTEM = Path("/usr")
-_SHARED = ("/proc", "/sys", "/dev", "/tmp")
+_SHARED = ("/proc", "/sys", "/dev", "/tmp", "/etc/hosts")
 
 
 class Unavailable(RuntimeError):
