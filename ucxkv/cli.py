@@ -1,4 +1,4 @@
-"""The command ``ucxkv``: ``demo``, ``info`` and ``doctor``."""
+"""The command ``ucxkv``: ``demo``, ``info``, ``doctor`` and ``top``."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _demo(options)
         if options.command == "doctor":
             return _doctor(options)
+        if options.command == "top":
+            return _top(options)
         return _info(options)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -96,6 +98,7 @@ def _parser() -> _Parser:
     )
     info.add_argument("--json", action="store_true", help="print JSON")
     _add_doctor(commands)
+    _add_top(commands)
     return parser
 
 
@@ -181,6 +184,27 @@ def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
     doctor.add_argument("--json", action="store_true", help="print JSON")
 
 
+def _add_top(commands: argparse._SubParsersAction[_Parser]) -> None:
+    top = commands.add_parser(
+        "top",
+        help="watch engines: links, throughput, latency, failures, holds",
+        description=(
+            "Shows the figures of running engines, again and again until interrupted: of one"
+            " process of this user on this host, of the engine that listens at an address of this"
+            " host, or of those whose metrics are served at http://HOST:PORT/metrics. Without a"
+            " target: of all engines of this user on this host."
+        ),
+        formatter_class=_formatter,
+    )
+    top.add_argument("target", nargs="?", metavar="PID|HOST:PORT", help="whose figures")
+    top.add_argument(
+        "--interval", type=_seconds, default=1.0, metavar="S",
+        help="seconds between two looks (1)",
+    )  # fmt: skip
+    top.add_argument("--once", action="store_true", help="print after one interval, and end")
+    top.add_argument("--json", action="store_true", help="print one look as JSON, and end")
+
+
 def _at_least(least: int) -> Callable[[str], int]:
     def integer(text: str) -> int:
         try:
@@ -214,6 +238,12 @@ def _doctor(options: argparse.Namespace) -> int:
     from ucxkv.doctor import run
 
     return run.main(options.peer, options.listen, options.seconds, options.json)
+
+
+def _top(options: argparse.Namespace) -> int:
+    from ucxkv import top
+
+    return top.main(options.target, interval=options.interval, once=options.once, json=options.json)
 
 
 def _demo(options: argparse.Namespace) -> int:

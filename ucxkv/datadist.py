@@ -234,7 +234,10 @@ class LlmDataDist:
         slots or blocks.  With `cache_desc` None it is made from the tensors.  `access` "r" lets
         peers pull, "rw" also push, "" neither.  Tensors must be writable to be pulled into; those
         that overlap end up with the bytes of whichever came last.  They are kept alive until the
-        cache is unregistered; plain addresses are the caller's to keep valid.
+        cache is unregistered; plain addresses are the caller's to keep valid.  PyTorch tensors that
+        require gradients are refused (give `tensor.detach()`), and so are those whose storage was
+        resized under them; the storage of those that are registered cannot be resized any more.
+        Tensors that touch or overlap, such as views into one large tensor, are one memory region.
 
         With `peers`, a collection of cluster ids, only these clusters are told of the cache,
         whenever they link, and have their requests for it served; for all others it does not exist.
@@ -267,7 +270,8 @@ class LlmDataDist:
         `access` and `peers` are those of `register_kv_cache`.
 
         The cache's `tensors` are NumPy arrays; types that NumPy lacks come as unsigned integers.
-        The memory lives for as long as it is registered or an array refers to it.
+        `torch.from_dlpack` makes tensors of them without a copy, of those types too.  The memory
+        lives for as long as it is registered or an array refers to it.
         """
         running = self._engine()
         if not isinstance(cache_desc, CacheDesc):
@@ -722,7 +726,8 @@ class LlmDataDist:
         before and arrive later are refused, also where the peer is stopped and goes on much later.
         None stands for the whole cache.  Returns when the fences are over and every linked peer has
         confirmed, or at the timeout, when only peers that do not answer are left: their old pushes
-        stay refused until they do.  Pushes that begin after that are not affected.  An empty list
+        stay refused until they do.  Pushes that were called before, and only waited for a link that
+        was being restored, end too.  Pushes that begin after that are not affected.  An empty list
         names nothing; one of more than 500,000 blocks may end pushes into other blocks as well.
 
         Raises KvCacheNotExist if the cache is not registered, ParamInvalid for blocks out of range.

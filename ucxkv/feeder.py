@@ -1,4 +1,4 @@
-"""The thread that looks whether layers have become ready to be pushed."""
+"""A thread that looks at what does not announce itself, such as layers that become ready."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Feeder:
             return
         thread.join(timeout)
         if thread.is_alive():
-            logger.error("a layer_ready function has not returned within %g s", timeout)
+            logger.error("what %s asks has not returned within %g s", self._name, timeout)
 
     def _run(self) -> None:
         fed: list[Fed] = []
@@ -80,7 +80,7 @@ def _look(fed: list[Fed], pause: float) -> float:
             longest = one.feed()
         except BaseException:
             # One bad push must not end the thread that all others wait for.
-            logger.exception("a layered push cannot be looked after any more")
+            logger.exception("%r cannot be looked after any more", one)
             longest = None
         if longest is None:
             fed.remove(one)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 from ucxkv import numbers
 from ucxkv.errors import LlmError, ParamInvalid, Status
 from ucxkv.feeder import SHORTEST_SECONDS
-from ucxkv.transfers import Transfer
+from ucxkv.transfers import PRESENT, Counts, Transfer
 from ucxkv.types import ALL_LAYERS, TransferReport
 
 if TYPE_CHECKING:
@@ -122,11 +122,24 @@ class _Layer(Transfer):
         self._number = number
 
     def _withhold(
-        self, link: Link, far: RemoteEntry, near: LocalEntry, plan: geometry.Plan
+        self,
+        link: Link,
+        far: RemoteEntry,
+        near: LocalEntry,
+        plan: geometry.Plan,
+        counts: Counts,
     ) -> None:
         self._link = link
         own = plan.layer(self._number)
-        self._handle.submit(link.native, far.native, near.native, own, withheld=True)
+        self._handle.submit(
+            link.native,
+            far.native,
+            near.native,
+            own,
+            withheld=True,
+            quieted=counts.quieted,
+            barriers=counts.barriers,
+        )
 
     @property
     def _what(self) -> str:
@@ -201,11 +214,12 @@ class LayeredPush(Transfer):
         plan: geometry.Plan,
         get: bool,
         attended: bool = False,
+        counts: Counts = PRESENT,
     ) -> None:
         if self._how is not None:
             self._how.check(len(self._layers))
         for layer in self._layers:
-            layer._withhold(link, far, near, plan)
+            layer._withhold(link, far, near, plan, counts)
         # In this order: layers that are told to be ready from now on are released by the teller.
         self._far = far
         for layer, ready in zip(self._layers, self._ready, strict=True):

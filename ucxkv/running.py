@@ -16,6 +16,7 @@ from ucxkv.feeder import Feeder
 from ucxkv.options import Options
 from ucxkv.table import LinkTable
 from ucxkv.types import LlmRole
+from ucxkv.window import Window
 
 STOP_SECONDS = 1.0
 RETIRE_SECONDS = 1.0
@@ -31,6 +32,8 @@ class Running:
                 " start it by 'spawn', or fork before opening an engine"
             )
         self.pid = os.getpid()
+        self.cluster_id = cluster_id
+        self.started = time.time()
         self.options = options
         self.path = options.resolved_path()
         self.catalogue = LocalCatalogue()
@@ -50,6 +53,7 @@ class Running:
             incarnation=incarnation,
             native=self.native,
             catalogue=self.catalogue,
+            window=Window(self),
         )
         self.feeder = Feeder(f"ucxkv-{cluster_id}-feeder")
         _open.add(self)
@@ -87,6 +91,13 @@ class Running:
 
 
 _open: weakref.WeakSet[Running] = weakref.WeakSet()
+
+
+def open_engines() -> list[Running]:
+    """The engines of this process that are open."""
+    return [running for running in list(_open) if running.pid == os.getpid()]
+
+
 # UCX has threads of its own, which a forked child lacks while it believes that they run.
 _forked_beside_an_engine = False
 

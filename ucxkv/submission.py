@@ -14,6 +14,7 @@ from ucxkv.errors import (
     KvCacheNotExist,
     LlmError,
     LlmOutOfMemory,
+    NotYetLink,
     ParamInvalid,
     Status,
 )
@@ -22,7 +23,7 @@ from ucxkv.layered import LayeredPush, Ready, layers_of
 from ucxkv.links import Link
 from ucxkv.numbers import FOREVER_MS
 from ucxkv.running import Running
-from ucxkv.transfers import Transfer
+from ucxkv.transfers import PRESENT, Counts, Transfer
 from ucxkv.types import TransferReport
 
 
@@ -79,11 +80,34 @@ def _prepare(
     else:
         transfer = _layered(running, deadline, layers_of(call, near), call, ready)
 
+    called = _Called(link, call) if call.push and link is not None else None
+
     def start() -> None:
-        if not running.links.post(_start_later, running, transfer, call, near, deadline):
+        if not running.links.post(_start_later, running, transfer, call, near, deadline, called):
             raise LlmError("the engine was finalized")
 
     return transfer, start
+
+
+class _Called:
+    """When a push was called that has to wait for its link: a later `quiesce` concerns it."""
+
+    def __init__(self, link: Link, call: geometry.Call) -> None:
+        self._link = link
+        self._far = link.remote.get(call.far_cache_id)
+        self._barriers = link.native.barriers_heard
+        self._quieted = 0 if self._far is None else self._far.native.quieted
+
+    def counts(self, link: Link, far: RemoteEntry) -> Counts:
+        """What TransferHandle.submit is to compare; NotYetLink if there is nothing to compare."""
+        if link is not self._link:
+            raise NotYetLink(
+                f"cluster {link.cluster_id} ({link.address}): the link was made anew while the push"
+                " waited for it"
+            )
+        if far is self._far:
+            return Counts(quieted=self._quieted)
+        return Counts(barriers=self._barriers)
 
 
 def _layered(
@@ -133,7 +157,12 @@ def _decide(
 
 
 def _start_later(
-    running: Running, transfer: Transfer, call: geometry.Call, near: LocalEntry, deadline: int
+    running: Running,
+    transfer: Transfer,
+    call: geometry.Call,
+    near: LocalEntry,
+    deadline: int,
+    called: _Called | None,
 ) -> None:
     """On the control loop: find link and cache, waiting where that helps, then submit."""
 
@@ -143,7 +172,8 @@ def _start_later(
                 call.cluster_id, call.far_cache_id, deadline / 1e9
             )
             plan, get = _decide(running.path, call, link, far, near)
-            transfer._begin(link, far, near, plan, get)
+            counts = PRESENT if called is None else called.counts(link, far)
+            transfer._begin(link, far, near, plan, get, counts=counts)
         except LlmError as error:
             if error.status is Status.TIMEOUT:
                 return  # the deadline itself ends the transfer, not a moment earlier

@@ -21,6 +21,7 @@ from ucxkv.errors import (
     NotYetLink,
     Status,
 )
+from ucxkv.figures import LinkFigures, totals_of
 from ucxkv.identity import Identity
 from ucxkv.linking import Linking
 from ucxkv.links import Link
@@ -34,6 +35,7 @@ from ucxkv.types import (
     TransferStats,
     transfer_totals,
 )
+from ucxkv.window import Window
 from ucxkv.workers import Workers, numbers
 
 if TYPE_CHECKING:
@@ -63,14 +65,17 @@ class LinkTable:
         library: str = __version__,
         ucx_version: tuple[int, int, int] | None = None,
         remote_factory: RemoteFactory | None = None,
+        window: Window | None = None,
     ) -> None:
         if ucx_version is None:
             ucx_version = numbers(native.ucx_version)
         self._control = ControlThread(f"ucxkv-{cluster_id}")
         self.loop = self._control.loop
+        self.role = role
         self._options = options
         self._path = options.resolved_path()
         self._native = native
+        self._window = window
         self._linking = Linking(
             self._control,
             identity=Identity(
@@ -104,6 +109,8 @@ class LinkTable:
     async def _open(self) -> None:
         self._linking.load_certificates()
         self.loop.add_reader(self._native.notify_fd, self._on_notify)
+        if self._window is not None:
+            await self._window.open()
         wanted = self._options.listen_endpoint()
         if wanted is None:
             return
@@ -126,6 +133,7 @@ class LinkTable:
         except (OSError, UnicodeError) as error:
             where = endpoint(*wanted) if wanted is not None else "nowhere"
             raise LlmError(f"cannot listen at {where}: {reason(error)}") from error
+        self.role = role
         self._options = options
         self._path = options.resolved_path()
 
@@ -143,6 +151,8 @@ class LinkTable:
             logger.error("the control thread did not end within %g s", timeout)
 
     async def _farewell(self) -> None:
+        if self._window is not None:
+            self._window.close()
         await self._linking.close()
         closings = [
             link.down("the engine was finalized", "the peer's engine was finalized")
@@ -239,23 +249,44 @@ class LinkTable:
 
     def infos(self) -> list[LinkInfo]:
         """All links, ended ones included."""
-        infos = []
-        for link in list(self._links.values()):
-            alive = link.state not in ("down", "connecting")
-            get = alive and link.native.get and self._path != "stream"
-            infos.append(
-                LinkInfo(
-                    cluster_id=link.cluster_id,
-                    address=link.address,
-                    state=link.state,
-                    path="get" if get else "stream" if alive else "",
-                    transports=tuple(link.native.transports) if alive else (),
-                    role=link.role,
-                    error=link.error,
-                    stats=TransferStats(**transfer_totals(link.native.totals())),
-                )
+        return [
+            LinkInfo(
+                cluster_id=link.cluster_id,
+                address=link.address,
+                state=link.state,
+                path=self._path_of(link),
+                transports=self._transports_of(link),
+                role=link.role,
+                error=link.error,
+                stats=TransferStats(**transfer_totals(link.native.totals())),
             )
-        return infos
+            for link in list(self._links.values())
+        ]
+
+    def figures(self) -> list[LinkFigures]:
+        """The figures of all links, ended ones included."""
+        return [
+            LinkFigures(
+                cluster_id=link.cluster_id,
+                state=link.state,
+                address=link.address,
+                path=self._path_of(link),
+                transports=list(self._transports_of(link)),
+                error=link.error,
+                totals=totals_of(link.native.totals()),
+            )
+            for link in list(self._links.values())
+        ]
+
+    def _path_of(self, link: Link) -> str:
+        if link.state in ("down", "connecting"):
+            return ""
+        return "get" if link.native.get and self._path != "stream" else "stream"
+
+    def _transports_of(self, link: Link) -> tuple[str, ...]:
+        if link.state in ("down", "connecting"):
+            return ()
+        return tuple(link.native.transports)
 
     def stats(self) -> dict[int, TransferStats]:
         """The totals of each present link, by cluster."""

@@ -8,6 +8,7 @@ import fcntl
 import mmap
 import operator
 import os
+import sys
 import weakref
 from dataclasses import dataclass
 from math import prod
@@ -88,6 +89,45 @@ _NAMED_TYPES = {
 _DLPACK_KINDS = {0: "i", 1: "u", 2: "f", 6: "b"}
 _DLPACK_BFLOAT = 4
 _DLPACK_FLOAT8 = {8: DataType.FLOAT8_E4M3, 10: DataType.FLOAT8_E4M3, 12: DataType.FLOAT8_E5M2}
+# How types that NumPy lacks are called when arrays of the library's own are exported.
+_DLPACK_CODES = {DataType.BF16: 4, DataType.FLOAT8_E4M3: 10, DataType.FLOAT8_E5M2: 12}
+# Where the DLTensor is in a capsule: what comes before it in DLManagedTensorVersioned are its
+# version, a context, a deleter and flags, of 8 bytes each.
+_DLPACK_CAPSULES = {b"dltensor": 0, b"dltensor_versioned": 32}
+
+
+class TypedArray(np.ndarray[Any, np.dtype[Any]]):
+    """An array of a type that NumPy lacks, as unsigned integers of its size.
+
+    By DLPack it goes out under its own type: `torch.from_dlpack` makes a tensor of it that is
+    bfloat16 (or an 8-bit float) without a copy.  `data_type` says which; what is computed from such
+    an array is an ordinary one.
+    """
+
+    data_type: DataType
+
+    def __array_finalize__(self, source: Any) -> None:
+        self.data_type = getattr(source, "data_type", DataType.UNDEFINED)
+
+    def __array_wrap__(self, array: Any, *_: Any) -> Any:
+        return np.asarray(array)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        capsule = super().__dlpack__(**options)
+        # Another view of it, of whole bytes for example, is what NumPy says it is.
+        if self.dtype == _numpy_dtype(self.data_type):
+            _dl_tensor(capsule).dtype.code = _DLPACK_CODES[self.data_type]
+        return capsule
+
+
+def _dl_tensor(capsule: Any) -> _DLTensor:
+    """The description in a capsule that nobody has taken yet; ValueError if it is none."""
+    for name, offset in _DLPACK_CAPSULES.items():
+        try:
+            return _DLTensor.from_address(_capsule_pointer(capsule, name) + offset)
+        except ValueError:
+            continue
+    raise ValueError("neither a dltensor nor a dltensor_versioned")
 
 
 def data_type_of(dtype: np.dtype[Any]) -> DataType:
@@ -96,6 +136,12 @@ def data_type_of(dtype: np.dtype[Any]) -> DataType:
     if named is not None:
         return named
     return _NUMPY_TYPES.get((dtype.kind, dtype.itemsize * 8), DataType.UNDEFINED)
+
+
+def _data_type_in(array: np.ndarray[Any, Any]) -> DataType:
+    if isinstance(array, TypedArray) and array.dtype == _numpy_dtype(array.data_type):
+        return array.data_type
+    return data_type_of(array.dtype)
 
 
 def _from_array(array: np.ndarray[Any, Any]) -> Tensor:
@@ -113,7 +159,7 @@ def _from_array(array: np.ndarray[Any, Any]) -> Tensor:
         array.ctypes.data,
         array.nbytes,
         array.shape,
-        data_type_of(array.dtype),
+        _data_type_in(array),
         array.flags.writeable,
         hold,
     )
@@ -121,11 +167,16 @@ def _from_array(array: np.ndarray[Any, Any]) -> Tensor:
 
 def _from_dlpack(tensor: Any) -> Tensor:
     try:
+        # First, since a device may have to finish what it is doing before it exports.
+        if tensor.__dlpack_device__()[0] not in _HOST_DEVICES:
+            raise FeatureNotEnabled("device memory cannot take part in transfers yet")
         capsule = tensor.__dlpack__()
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+    except FeatureNotEnabled:
+        raise
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
         raise ParamInvalid(f"a tensor refuses to be exported by DLPack: {error}") from error
     try:
-        view = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
+        view = _dl_tensor(capsule)
     except ValueError as error:
         raise ParamInvalid(f"a tensor gives no DLPack capsule that is known: {error}") from error
     if view.device.type not in _HOST_DEVICES:
@@ -149,9 +200,30 @@ def _from_dlpack(tensor: Any) -> Tensor:
             (_DLPACK_KINDS.get(dtype.code, ""), dtype.bits), DataType.UNDEFINED
         )
     nbytes = prod(shape) * dtype.bits // 8
-    return Tensor(
-        (view.data or 0) + view.byte_offset, nbytes, shape, data_type, True, (tensor, capsule)
-    )
+    address = (view.data or 0) + view.byte_offset
+    lock = _lock_storage(tensor, address, nbytes) if hasattr(tensor, "untyped_storage") else None
+    return Tensor(address, nbytes, shape, data_type, True, (tensor, capsule, lock))
+
+
+def _lock_storage(tensor: Any, address: int, nbytes: int) -> object:
+    """See that a PyTorch tensor's memory is there, and stays where it is.
+
+    Its storage can be resized without the tensor's knowledge, which DLPack does not look at; as an
+    array of NumPy's it cannot any more, for good.
+    """
+    storage = tensor.untyped_storage()
+    start = storage.data_ptr()
+    end = start + storage.nbytes()
+    if nbytes and not start <= address <= address + nbytes <= end:
+        raise ParamInvalid(
+            f"a tensor of {nbytes} bytes has a storage of {storage.nbytes()}, which was resized"
+            " under it: register it when it has its memory again"
+        )
+    byte = sys.modules["torch"].uint8
+    try:
+        return tensor.detach().reshape(-1).view(byte).numpy()
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ParamInvalid(f"a tensor's memory cannot be kept where it is: {error}") from error
 
 
 def _resolve(tensor: Any) -> Tensor:
@@ -161,10 +233,11 @@ def _resolve(tensor: Any) -> Tensor:
         if tensor <= 0:
             raise ParamInvalid(f"{tensor} is not an address")
         return Tensor(int(tensor), None, None, DataType.UNDEFINED, True, None)
+    # By its type: PyTorch's property raises errors of its own for some tensors.
+    if hasattr(type(tensor), "__dlpack__"):
+        return _from_dlpack(tensor)
     if hasattr(tensor, "__cuda_array_interface__"):
         raise FeatureNotEnabled("device memory cannot take part in transfers yet")
-    if hasattr(tensor, "__dlpack__"):
-        return _from_dlpack(tensor)
     try:
         view = memoryview(tensor)
     except TypeError:
@@ -188,7 +261,12 @@ def resolve(tensors: Any, desc: CacheDesc | None) -> tuple[list[Tensor], CacheDe
         desc = _plain(desc)
     if isinstance(tensors, (str, bytes)) or not hasattr(tensors, "__iter__"):
         raise TypeError("tensors must be a sequence of tensors")
-    found = [_resolve(tensor) for tensor in tensors]
+    found = []
+    for number, tensor in enumerate(tensors):
+        try:
+            found.append(_resolve(tensor))
+        except (ParamInvalid, FeatureNotEnabled) as error:
+            raise type(error)(f"tensors[{number}]: {error}") from error.__cause__
     if not found:
         raise ParamInvalid("a cache has at least one tensor")
     if desc is None:
@@ -265,7 +343,7 @@ def allocate(desc: CacheDesc) -> tuple[list[np.ndarray[Any, Any]], Shared | None
     """Page-aligned zeroed arrays for `desc`, in one mapping, and the file that it is of.
 
     The memory lives for as long as an array does, and the file's descriptor with it.  Types that
-    NumPy lacks (BF16, the 8-bit floats) come as unsigned integers of their size.
+    NumPy lacks (BF16, the 8-bit floats) come as `TypedArray`.
     """
     desc = _plain(desc)
     if desc.data_type is DataType.UNDEFINED:
@@ -291,10 +369,15 @@ def allocate(desc: CacheDesc) -> tuple[list[np.ndarray[Any, Any]], Shared | None
             mapping.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(mapping, dtype=np.uint8)
     start = -whole.ctypes.data % _HUGE_PAGE
-    arrays = [
+    arrays: list[np.ndarray[Any, Any]] = [
         whole[start + i * pitch : start + i * pitch + nbytes].view(dtype).reshape(desc.shape)
         for i in range(desc.num_tensors)
     ]
+    if desc.data_type in _DLPACK_CODES:
+        typed = [array.view(TypedArray) for array in arrays]
+        for array in typed:
+            array.data_type = desc.data_type
+        arrays = [*typed]
     if fd is None:
         return arrays, None
     return arrays, Shared(fd, os.fstat(fd).st_ino, whole.ctypes.data, length)

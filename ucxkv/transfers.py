@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ucxkv import numbers
 from ucxkv.errors import LlmError, Status, error_for
@@ -21,6 +21,16 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 0.002
 # More than any transfer has.
 _MOST_LAYERS = 2**32
+
+
+class Counts(NamedTuple):
+    """What TransferHandle.submit compares with the present: each of it, if it is not None."""
+
+    quieted: int | None = None
+    barriers: int | None = None
+
+
+PRESENT = Counts()
 
 
 class Transfer:
@@ -58,10 +68,20 @@ class Transfer:
         plan: Plan,
         get: bool,
         attended: bool = False,
+        counts: Counts = PRESENT,
     ) -> None:
-        """Start moving bytes."""
+        """Start moving bytes; `counts` are those of TransferHandle.submit."""
         self._link = link
-        self._handle.submit(link.native, far.native, near.native, plan, get=get, attended=attended)
+        self._handle.submit(
+            link.native,
+            far.native,
+            near.native,
+            plan,
+            get=get,
+            attended=attended,
+            quieted=counts.quieted,
+            barriers=counts.barriers,
+        )
 
     def _fail(self, error: LlmError) -> None:
         """End it with `error` before it has been submitted."""

@@ -16,7 +16,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 OPENING_LIMIT = 4096
 FRAME_LIMIT = 16 << 20

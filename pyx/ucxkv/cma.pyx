@@ -43,6 +43,7 @@ from ucxkv.core cimport (
     core_wake_copier,
 )
 from ucxkv.lanes cimport lanes_use
+from ucxkv.landing cimport land, landed, lands_past_caches
 from ucxkv.spans cimport cursor_advance, cursor_run
 from ucxkv.transfer cimport (
     remote_free,
@@ -115,6 +116,7 @@ cdef struct Batch:
     int pid
     char* mapped                # where the owner's memory from `far_base` on is here, or NULL
     uint64_t far_base
+    bint large
     GetOp* op
 
 
@@ -169,12 +171,17 @@ cdef void gather(const Batch* batch) noexcept nogil:
     cdef uint64_t left = batch.length - sizeof(uint64_t)
     cdef uint64_t far_done = 0, near_done = 0, length
     cdef uint32_t i = 0, j = 0
+    cdef const char* source
+    cdef char* target
     while left > 0:
         length = min(batch.far.of[i].iov_len - far_done, batch.near.of[j].iov_len - near_done)
         length = min(length, left)
-        memcpy(<char*>batch.near.of[j].iov_base + near_done,
-               batch.mapped + (<uint64_t>batch.far.of[i].iov_base + far_done - batch.far_base),
-               length)
+        source = batch.mapped + (<uint64_t>batch.far.of[i].iov_base + far_done - batch.far_base)
+        target = <char*>batch.near.of[j].iov_base + near_done
+        if batch.large:
+            land(target, source, length)
+        else:
+            memcpy(target, source, length)
         left -= length
         far_done += length
         near_done += length
@@ -184,6 +191,8 @@ cdef void gather(const Batch* batch) noexcept nogil:
         if near_done == batch.near.of[j].iov_len:
             j += 1
             near_done = 0
+    if batch.large:
+        landed()
 
 
 cdef inline void add(Ranges* ranges, uint64_t address, uint64_t length) noexcept nogil:
@@ -209,6 +218,7 @@ cdef bint claim(Transfer* t, Batch* batch, uint64_t limit) noexcept nogil:
     batch.pid = t.direct
     batch.mapped = <char*>t.far.mapped
     batch.far_base = t.far.shared_base
+    batch.large = lands_past_caches(t.total, t.dst_geo.block_len)
     batch.length = 0
     batch.far.count = 0
     batch.near.count = 0

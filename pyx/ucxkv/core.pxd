@@ -312,6 +312,7 @@ cdef struct Totals:
     uint64_t bytes_served       # streamed to peers
     uint64_t failures[FAILURES]
     uint64_t latency[LATENCY_BUCKETS]
+    uint64_t latency_sum        # nanoseconds
 
 
 cdef struct Region:
@@ -355,6 +356,7 @@ cdef struct RemoteMem:
     int64_t cache_id
     uint64_t generation
     uint32_t slot
+    uint64_t quieted            # how often its owner has quiesced a part of it
     uint32_t num_tensors
     uint64_t blocks
     uint64_t block_bytes
@@ -394,6 +396,7 @@ cdef struct Link:
     bint proven                 # a PONG has come over the present endpoint
     bint ever_proven
     uint64_t ping_at
+    uint64_t barriers_heard     # those of the peer
     uint64_t peer_repairs       # the peer's `repairs` of its end, as its last PING has told
     bint renewed                # they have grown: what the peer had sent may be lost
     int get_trial               # 0 not begun, 1 running, 2 decided

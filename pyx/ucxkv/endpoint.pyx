@@ -377,6 +377,11 @@ cdef class NativeLink:
         self.link.cma_pid = 0
 
     @property
+    def barriers_heard(self):
+        """How often the peer has quiesced a part of a cache."""
+        return self.link.barriers_heard
+
+    @property
     def am_broken(self):
         """The streaming endpoint has failed and has not been proven again since."""
         return bool(self.link.connected and self.link.ever_proven and not self.link.proven)

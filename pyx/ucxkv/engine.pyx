@@ -409,9 +409,8 @@ cdef class NativeEngine:
         """Counters over all ended transfers; latencies in 8 buckets per doubling of ns."""
         cdef Core* core = self.core
         cdef Totals totals
-        cdef uint32_t holds, queued, notices
+        cdef uint32_t running, holds, queued, notices, regions
         cdef uint64_t received, dropped, mapped, mapping
-        cdef uint32_t regions
         with nogil:
             pthread_mutex_lock(&core.mapping)
             regions = core.mapped_regions
@@ -420,6 +419,7 @@ cdef class NativeEngine:
             pthread_mutex_unlock(&core.mapping)
             core_lock(core)
             totals = core.totals
+            running = MAX_TRANSFERS - core.n_free_transfers
             holds = core.n_holds
             queued = core.n_queued
             notices = core.n_notices
@@ -427,6 +427,7 @@ cdef class NativeEngine:
             dropped = core.dropped
             core_unlock(core)
         cdef dict counted = totals_dict(&totals)
+        counted["running"] = running
         counted["dropped"] = dropped
         counted["holds"] = holds
         counted["registered_regions"] = regions

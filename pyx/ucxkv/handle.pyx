@@ -22,6 +22,7 @@ from ucxkv.core cimport (
     RUNNING,
     SIGNAL_NS,
     ST_CACHE_NOT_EXIST,
+    ST_FAILED,
     ST_NOT_YET_LINK,
     STREAM_CHUNK,
     WAITING,
@@ -35,7 +36,7 @@ from ucxkv.core cimport (
     core_unlock,
     core_wake,
 )
-from ucxkv.endpoint cimport NativeLink
+from ucxkv.endpoint cimport NativeLink, link_unref
 from ucxkv.geometry cimport Plan
 from ucxkv.memory cimport LocalCache, RemoteCache
 from ucxkv.pthread cimport (
@@ -130,12 +131,14 @@ cdef class TransferHandle:
 
     def submit(self, NativeLink link not None, RemoteCache remote not None,
                LocalCache local not None, Plan plan not None, *, bint get=False,
-               bint attended=False, bint withheld=False):
+               bint attended=False, bint withheld=False, quieted=None, barriers=None):
         """Start moving bytes as planned; does nothing if the transfer has ended already.
 
         A pull, by GET if `get`, from `remote` to `local`, or a push the other way round.  A push
         that is `withheld` runs, and ends with its link, its caches or a `quiesce` of its
-        destination, but is not offered before `release`.
+        destination, but is not offered before `release`.  One that was called when
+        `remote.quieted`, or `link.barriers_heard`, was another than `quieted`, or `barriers`, ends:
+        its destination may have been quiesced meanwhile.
         """
         self.ours()
         cdef Transfer* t = self.t
@@ -157,6 +160,8 @@ cdef class TransferHandle:
         cdef uint32_t word_slot = remote.mem.slot
         cdef uint64_t word = remote.mem.generation
         cdef bint held = plan.hold is not None
+        cdef bint old_cache = quieted is not None, old_link = barriers is not None
+        cdef uint64_t cache_count = quieted or 0, link_count = barriers or 0
         if tensors_per_layer == 0:
             raise ValueError("a layer has at least one tensor")
         if not push and not local.mem.writable:
@@ -173,7 +178,10 @@ cdef class TransferHandle:
             told = told_new(self.t, plan.notice, word_slot, word if held else 0)
             with nogil:
                 core_lock(self.core)
-                if self.startable(link.link, remote.mem, local.mem):
+                if ((old_cache and remote.mem.quieted != cache_count)
+                        or (old_link and link.link.barriers_heard != link_count)):
+                    transfer_end(t, ST_FAILED, UCS_OK, b"the receiver quiesced its destination")
+                elif self.startable(link.link, remote.mem, local.mem):
                     t.path = PATH_PUSH if push else PATH_GET if get else PATH_STREAM
                     t.far = remote.mem
                     t.near = local.mem
@@ -465,9 +473,13 @@ cdef void watch(Core* core, Transfer* t, uint64_t end) noexcept nogil:
     """Look for the answer for a moment: a small one comes sooner than a sleeper wakes up."""
     cdef uint64_t now = now_ns()
     cdef bint moved = False
+    cdef Link* link
     if now + WATCH_NS < end:
         end = now + WATCH_NS
     core_lock(core)
+    link = t.link
+    if link != NULL:
+        link.refs += 1
     core.watchers += 1
     while t.state != DONE and t.link != NULL and now < end:
         moved = ucp_worker_progress(t.link.am.worker.worker) > 0 or moved
@@ -479,7 +491,13 @@ cdef void watch(Core* core, Transfer* t, uint64_t end) noexcept nogil:
         sched_yield()
         core_lock(core)
     core.watchers -= 1
+    if link != NULL:
+        if link.dirty and core.links[link.slot] == link:
+            link_step(link, now)
+        moved = link.dirty or (moved and core.first_link != NULL
+                               and core.first_link.next != NULL)
+        link_unref(link)
     # What has come for others is the service thread's.
-    if t.state != DONE or (moved and core.first_link != NULL and core.first_link.next != NULL):
+    if t.state != DONE or moved:
         core_wake(core)
     core_unlock(core)

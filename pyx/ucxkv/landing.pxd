@@ -1,6 +1,7 @@
 """Writing to memory that nobody is going to read soon."""
 
 from libc.stddef cimport size_t
+from libc.stdint cimport uint64_t
 
 
 cdef extern from * nogil:
@@ -48,3 +49,13 @@ cdef extern from * nogil:
     void land "ucxkv_land"(void* to, const void* source, size_t length)
     # Before anybody is told: such writes become visible in no particular order.
     void landed "ucxkv_landed"()
+
+
+cdef enum:
+    # So much at once would not stay in a processor's caches anyway.
+    BEYOND_CACHES = 4194304
+
+
+cdef inline bint lands_past_caches(uint64_t total, uint64_t block_len) noexcept nogil:
+    """Whether what is written in pieces of `block_len` should go past the caches."""
+    return total >= BEYOND_CACHES and block_len >= PAST_CACHES

@@ -241,6 +241,19 @@ cdef class LocalCache:
         """Number of memory regions its tensors were merged into."""
         return self.mem.n_regions
 
+    @property
+    def pinned(self):
+        """Bytes of the memory that UCX has mapped for it: pinned, where its transports need that.
+
+        0 without an RMA context.  Tensors that share memory are counted once.
+        """
+        cdef uint64_t total = 0
+        cdef uint32_t i
+        for i in range(self.mem.n_regions):
+            if self.mem.regions[i].memh != NULL:
+                total += self.mem.regions[i].length
+        return total
+
     def export(self):
         """What peers need to read it: (addresses, regions, rkeys).
 
@@ -527,6 +540,11 @@ cdef class RemoteCache:
     def retired(self):
         """The owner has unregistered it, or is about to."""
         return bool(self.mem.retired)
+
+    @property
+    def quieted(self):
+        """How often its owner has quiesced a part of it."""
+        return self.mem.quieted
 
     @property
     def active(self):

@@ -1,6 +1,6 @@
 """Messages between linked engines (see message.pyx)."""
 
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport uint16_t, uint32_t, uint64_t
 
 from ucxkv.core cimport Core, Link, SendOp
 from ucxkv.spans cimport Geometry
@@ -27,7 +27,8 @@ cdef enum:
 
 
 cdef struct Head:
-    uint32_t slot
+    uint16_t slot
+    uint16_t epoch              # how often the sender's endpoint had been repaired, modulo 2**16
     uint32_t status
     uint64_t token
     uint64_t transfer

@@ -9,7 +9,7 @@ its sender had to open an endpoint anew.
 All functions want the engine's lock to be held.
 """
 
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport int16_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
@@ -108,7 +108,8 @@ cdef void message_send(Link* link, unsigned int am, SendOp* op, const void* payl
 
 
 cdef void message_head(Head* head, const Link* link, uint64_t transfer) noexcept nogil:
-    head.slot = link.peer_slot
+    head.slot = <uint16_t>link.peer_slot
+    head.epoch = <uint16_t>link.repairs
     head.status = 0
     head.token = link.peer_token
     head.transfer = transfer
@@ -161,6 +162,10 @@ cdef Link* message_link(Core* core, const void* header, size_t header_length, vo
     link = core.links[head.slot]
     if link.token != head.token or link.closing:
         link.dropped += 1
+        return NULL
+    # What an endpoint had sent before it broke may arrive after what its successor has sent, and
+    # has been sent again: an offer, say, after all that was to be settled before the next one.
+    if <int16_t>(head.epoch - <uint16_t>link.peer_repairs) < 0:
         return NULL
     return link
 

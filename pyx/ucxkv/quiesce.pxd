@@ -14,5 +14,6 @@ cdef bint quiesced(const Link* link, uint32_t slot, uint64_t generation, const u
 
 cdef ucs_status_t quiesce_install(Core* core, ucp_worker_h worker) noexcept nogil
 cdef void quiesce_pump(Link* link) noexcept nogil
+cdef void quiesce_renewed(Link* link) noexcept nogil
 cdef void quiesce_plane_closed(Link* link) noexcept nogil
 cdef void quiesce_link_closed(Link* link) noexcept nogil

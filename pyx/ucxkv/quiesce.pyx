@@ -3,7 +3,8 @@
 A receiver that wants a slot or blocks back *quiesces* them: pulls into them that answer offers are
 fenced, and offers are refused until each peer has echoed a BARRIER, so that what was sent before is
 refused however late it comes.  A sender that sees the barrier does not offer again what it may have
-offered before, and ends what it has withheld.
+offered before, ends what it has withheld, and lets no push begin that has been waiting for the link
+since before.
 
 The barriers of a link are numbered in the order in which they are sent, and an ECHO confirms all up
 to its number.  Each is sent once over an endpoint, and names at most REQUEST_BLOCKS blocks.  A link
@@ -27,6 +28,7 @@ from ucxkv.core cimport (
     Core,
     Link,
     Quiet,
+    RemoteMem,
     SendOp,
     Transfer,
     core_idle,
@@ -291,7 +293,14 @@ cdef void outdate(Link* link, const BarrierMessage* message, const uint32_t* blo
     """Have the pushes not be offered, or offered again, that a barrier speaks of."""
     cdef Transfer* t = link.transfers
     cdef Transfer* following
+    cdef RemoteMem* remote = link.remotes
     cdef uint32_t left = link.n_transfers
+    # For those that wait for the link, and are not on it yet.
+    link.barriers_heard += 1
+    while remote != NULL:
+        if remote.slot == message.slot and remote.generation == message.generation:
+            remote.quieted += 1
+        remote = remote.next
     while left > 0:
         left -= 1
         following = t.link_next
@@ -328,6 +337,11 @@ cdef void quiesce_pump(Link* link) noexcept nogil:
     if link.echo_due and not link.am.failed and link.am.outstanding <= MAX_OUTSTANDING:
         if message_send_head(link, AM_ECHO, link.echo_due, 0):
             link.echo_due = 0
+
+
+cdef void quiesce_renewed(Link* link) noexcept nogil:
+    """The peer's endpoint has broken, perhaps with its answers to barriers: they are sent again."""
+    link.barriers_sent = link.echoed
 
 
 cdef void quiesce_plane_closed(Link* link) noexcept nogil:

@@ -52,7 +52,7 @@ from ucxkv.core cimport (
     send_new,
 )
 from ucxkv.hold cimport hold_covers
-from ucxkv.landing cimport PAST_CACHES, land, landed
+from ucxkv.landing cimport land, landed, lands_past_caches
 from ucxkv.message cimport (
     AM_BLOCKS,
     AM_CANCEL,
@@ -70,6 +70,7 @@ from ucxkv.message cimport (
     message_send_head,
 )
 from ucxkv.pthread cimport now_ns
+from ucxkv.quiesce cimport quiesce_renewed
 from ucxkv.spans cimport Geometry, cursor_advance, cursor_run, cursor_seek, geometry_bytes
 from ucxkv.transfer cimport (
     cancel_later,
@@ -86,8 +87,6 @@ from ucxkv.ucp cimport UCS_OK, ucp_am_recv_param_t, ucp_worker_h, ucs_status_t
 
 cdef enum:
     ENTITLED = 2 * STREAM_CHUNK
-    # So much at once would not stay in a processor's caches anyway.
-    LARGE = 4194304
     # Small pulls come one after the other: the next one finds the owner awake.
     AWAKE_NS = 50000
     CHUNKS_A_TURN = 8
@@ -203,7 +202,7 @@ cdef ucs_status_t on_data(void* arg, const void* header, size_t header_length, v
         transfer_end(t, ST_FAILED, UCS_OK, b"the peer streams what was not asked for")
         return UCS_OK
     t.received += length
-    large = t.total >= LARGE and t.dst_geo.block_len >= PAST_CACHES
+    large = lands_past_caches(t.total, t.dst_geo.block_len)
     while length > 0:
         t.spans += t.dst_cursor.run == 0
         run = cursor_run(&t.dst_cursor, &t.dst_geo, length, &target)
@@ -569,6 +568,7 @@ cdef void ask_again(Link* link) noexcept nogil:
     cdef Transfer* t = link.transfers
     cdef uint32_t left = link.n_transfers
     link.renewed = False
+    quiesce_renewed(link)
     while left > 0:
         left -= 1
         if t.requested:

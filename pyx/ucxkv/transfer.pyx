@@ -474,6 +474,7 @@ cdef dict totals_dict(const Totals* totals):
             for i, status in enumerate(FAILURE_STATUS) if totals.failures[i]
         },
         "latency_ns": latency,
+        "latency_sum_ns": totals.latency_sum,
     }
 
 
@@ -497,6 +498,7 @@ cdef void count_end(const Transfer* t, Totals* totals) noexcept nogil:
     if bucket >= LATENCY_BUCKETS:
         bucket = LATENCY_BUCKETS - 1
     totals.latency[bucket] += 1
+    totals.latency_sum += ns
 
 
 cdef void leave_link(Transfer* t) noexcept nogil:

@@ -195,6 +195,7 @@ class Attack:
         self.past: deque[tuple[int, bytes, bytes]] = deque(maxlen=200)
         self.number = 0
         self.barrier = 0
+        self.repairs = 0  # of its endpoint, as the greatest number of its pings has told
         self.sent: Counter[str] = Counter()
         self.got: Counter[str] = Counter()
         self.leaks: list[str] = []
@@ -213,7 +214,9 @@ class Attack:
         return self.some(value & 0xFFFFFFFF, U32)
 
     def head(self, number: int, status: int = 0) -> bytes:
-        return HEAD.pack(self.slot, status & 0xFFFFFFFF, self.token, number & (2**64 - 1))
+        epoch = self.repairs - (self.rng.random() < 0.02)
+        slot = self.slot | (epoch & 0xFFFF) << 16
+        return HEAD.pack(slot, status & 0xFFFFFFFF, self.token, number & (2**64 - 1))
 
     def next(self) -> int:
         self.number += 1
@@ -236,6 +239,8 @@ class Attack:
         if message == DATA and not payload.isascii():
             # It may be written where we may read.
             payload = payload.translate(ASCII)
+        if message == PING and len(header) == HEAD.size:
+            self.repairs = max(self.repairs, HEAD.unpack_from(header)[3])
         if message == ASK and len(header) >= HEAD.size + REQUEST.size:
             number = HEAD.unpack_from(header)[3]
             self.asks[number] = (REQUEST.unpack_from(header, HEAD.size), payload[:64])

@@ -135,6 +135,16 @@ def begin(ctx: Context, key: str, name: str, cluster_id: int, cache_id: int, **m
     ctx.values[key] = ctx.engine.push_kv_cache_async(*args, **kwargs)
 
 
+def begin_layers(
+    ctx: Context, key: str, name: str, cluster_id: int, cache_id: int, **more: Any
+) -> None:
+    """Start a push all of whose layers are ready."""
+    args, kwargs = push_arguments(ctx, name, cluster_id, cache_id, **more)
+    ctx.values[key] = ctx.engine.push_kv_cache_async(
+        *args, **kwargs, layer_ready=lambda layer: True
+    )
+
+
 def raw_push(ctx: Context, fields: dict[str, Any], twin: bool = False) -> Outcome:
     """A push whose arguments may be of any type (see actions.raw_call)."""
     return actions.raw_call(

@@ -20,8 +20,9 @@ FEATURE_AM = 1 << 6
 PARAM_FEATURES = 1 << 0
 EP_REMOTE_ADDRESS, EP_ERROR_MODE = 1 << 0, 1 << 1
 MESSAGES = range(20)
-REQUEST_MESSAGE, NOTICE_MESSAGE, NOTED_MESSAGE = 3, 13, 14
-# The front of every message: slot, status, token, number of the transfer.
+PING_MESSAGE, REQUEST_MESSAGE, NOTICE_MESSAGE, NOTED_MESSAGE = 1, 3, 13, 14
+# The front of every message: slot and, in the upper 16 bits, how often the endpoint was repaired;
+# status, token, number of the transfer.
 HEAD = struct.Struct("<IIQQ")
 # A request behind its head: cache id, generation, word slot, first tensor, tensors, has blocks,
 # block, number of blocks, bytes of each, start, number of the offer it answers, word of a hold and
@@ -197,3 +198,16 @@ def intrude(ctx: Context, plane: dict[str, Any], count: int) -> int:
             sender.send(rng.choice(MESSAGES), rng.randbytes(rng.randrange(1, 120)))
     sender.close()
     return count
+
+
+def tell_late(ctx: Context, plane: dict[str, Any], messages: list[tuple[str, int, int]]) -> None:
+    """In the name of a linked peer send pings and notices, each with a number, from an endpoint that
+    was repaired so many times."""
+    sender = Sender(plane["address"])
+    for kind, epoch, number in messages:
+        head = HEAD.pack(plane["slot"] | (epoch & 0xFFFF) << 16, 0, plane["token"], number)
+        if kind == "ping":
+            sender.send(PING_MESSAGE, head)
+        else:
+            sender.send(NOTICE_MESSAGE, head + NOTICE.pack(0, 0), b"notice %d" % number)
+    sender.close()

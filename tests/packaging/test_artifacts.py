@@ -30,6 +30,9 @@ PARTS = (
     "pyproject.toml",
     "setup.py",
     ".ci/run",
+    "mkdocs.yml",
+    "docs/*.py",
+    "docs/*.css",
     "pyx/*.pyx",
     "pyx/*.pxd",
     "ucxkv/*.py",
@@ -42,7 +45,9 @@ PARTS = (
     "perf/*.md",
     "perf/*.c",
     "perf/*.pyx",
+    "examples/*.py",
     "docs/*.md",
+    "docs/*.json",
 )
 SMALL_DEMO = ("--layers=2", "--dim=64", "--heads=2", "--kv-heads=1", "--ffn=64", "--tokens=3")
 LIBRARIES = ("libucm.so.0", "libucs.so.0", "libuct.so.0", "libucp.so.0")

@@ -15,7 +15,7 @@ import model
 from checks import BASES, FAULTS, STATUS, Fault, call_with, compatible, fault
 from children import actions, pushing
 from children.pushing import PushCase
-from harness import Peer, rounds, wait_until
+from harness import Peer, Proxy, rounds, wait_until
 from sleeper import Sleeper
 
 CASES = int(os.environ.get("UCXKV_TEST_CASES", "0")) or rounds(500)
@@ -422,3 +422,37 @@ def test_both_directions_from_many_threads(pair: tuple[Peer, Peer]) -> None:
             assert receiver.call(actions.wrong_tensors, f"into{number}", seed) == []
             receiver.call(actions.drop_cache, f"into{number}")
             sender.call(actions.drop_cache, f"from{number}")
+
+
+@pytest.mark.parametrize("layered", [False, True], ids=["whole", "layered"])
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["same cache", "another cache"])
+def test_a_push_that_waits_for_its_link_is_older_than_a_quiesce(
+    path: str, layered: bool, elsewhere: bool
+) -> None:
+    """Who has called before the receiver's `quiesce` does not write after it, though nothing had
+    been offered yet: the control connection was lost, and the push waited for it."""
+    with (
+        Peer(1, path=path, name="receiver") as receiver,
+        Peer(2, path=path, listen=False, name="sender") as sender,
+        Proxy(receiver.address) as proxy,
+    ):
+        sender.link(receiver, address=proxy.address)
+        cache_id = receiver.call(actions.make_cache, "kv", 2, (2, 1000), access="rw")
+        receiver.call(actions.make_cache, "other", 2, (2, 1000), access="rw")
+        sender.call(actions.make_cache, "kv", 2, (2, 1000), seed=1)
+        assert sender.call(pushing.push, "kv", 1, cache_id, timeout_ms=10_000).ok
+        proxy.refusing = True
+        proxy.cut()
+        wait_until(lambda: sender.call(actions.links) != {1: "up"})
+        begin = pushing.begin_layers if layered else pushing.begin
+        sender.call(begin, "late", "kv", 1, cache_id, timeout_ms=20_000, per_layer=1)
+        receiver.call(
+            pushing.quiesce_and_reuse, "other" if elsewhere else "kv", 0, 1000, 0xEE, 5000
+        )
+        proxy.refusing = False
+        outcome = sender.call(actions.finish, "late")
+        assert outcome.ok is elsewhere, outcome
+        assert elsewhere or "quiesced" in str(outcome)
+        if not elsewhere:
+            assert receiver.call(pushing.slot_holds, "kv", 0, 1000, 0xEE)
+        assert sender.call(pushing.push, "kv", 1, cache_id, timeout_ms=10_000).ok

@@ -158,6 +158,8 @@ def test_kv_pull_between_nodes(tmp_path: Path) -> None:
         ("registration.py", ("--tiny", "--caches", 5, 10, "--rounds", 2), {"many_caches": 4}),
         ("scale.py", ("--links", 2, "--seconds", 0.2), {"scale": 2}),
         ("call_cost.py", ("--rounds", 2), {"call": 6, "gil": 2}),
+        ("model.py", ("--tiny", "--rounds", 1), {"costs": 2}),
+        ("model.py", ("--fabric", "200G", "--rails", 1, 4), {"prediction": 6}),
     ],
 )
 def test_figures(
@@ -167,6 +169,16 @@ def test_figures(
     run(tmp_path, script, *arguments, "--json", file)
     found = records(file)
     assert {kind: len(of(found, kind)) for kind in kinds} == kinds
+
+
+def test_the_model_reads_what_it_has_written(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    run(tmp_path, "model.py", "--tiny", "--rounds", 1, "--path", "get", "--json", first)
+    run(tmp_path, "model.py", "--tiny", "--measured", first, "--json", second)
+    assert records(second) == records(first)
+    points = of(records(first), "point")
+    assert {point["owners"] for point in points} == {1, 2}
+    assert {point["fitted"] for point in points} == {True, False}
 
 
 def test_gil(tmp_path: Path) -> None:
