@@ -28,9 +28,11 @@ from types import TracebackType
 from typing import Any
 
 import psutil
+import pytest
 
 from children import actions
 from interpreters import PATIENCE, Interpreter, Pending
+from ucxkv import _load, settings
 
 SCALE = float(os.environ.get("UCXKV_TEST_SCALE", "1"))
 
@@ -281,6 +283,16 @@ class Peer:
             self._abandon()
 
 
+def needs_get(*, emulated: bool = False) -> None:
+    """Skip the test where processes of one host have no GET: before UCX 1.19, unless by RDMA.
+
+    Older ones do not pass the trial of an emulated one either.
+    """
+    if _load.loaded().version >= settings.NATIVE_CMA or (settings.rdma_usable() and not emulated):
+        return
+    pytest.skip(f"UCX {_load.loaded().version_text} has no GET of its own on one host")
+
+
 def environment(path: str, more: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a child: the test's own, with the settings of a path and no others."""
     env = {
@@ -299,6 +311,8 @@ def environment(path: str, more: Mapping[str, str] | None = None) -> dict[str, s
         env["UCX_TLS"] = "tcp,self"
     elif path not in ("get", "auto"):
         raise ValueError(path)
+    if path in ("get", "emulated"):
+        needs_get(emulated=path == "emulated")
     env.update(more or {})
     return env
 

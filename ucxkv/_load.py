@@ -27,6 +27,8 @@ _RDMA_DEVICES = Path("/sys/class/infiniband")
 _MULTIARCH = sysconfig.get_config_var("MULTIARCH") or ""
 _SYSTEM_FOLDERS = (f"/usr/lib/{_MULTIARCH}", "/usr/lib64", "/usr/lib", "/usr/local/lib")
 _LINKER_CONFIGURATION = Path("/etc/ld.so.conf.d")
+# HPC-X has a second build in "mt", for processes that call UCX from several threads, as ucxkv does.
+_IN_PREFIX = ("mt/lib", "lib", "lib64", "ucx/mt/lib", "ucx/lib")
 _SIGNALS = range(1, 65)
 # More than any Linux has: struct sigaction and stack_t.
 _SIGACTION_BYTES = 256
@@ -152,9 +154,11 @@ def choose(switch: str) -> tuple[Path, str]:
     prefix = Path(switch)
     if not prefix.is_absolute():
         raise ImportError(f"{SWITCH} must be auto, wheel, system or a prefix, not {switch!r}")
-    for name in ("lib", "lib64", f"lib/{_MULTIARCH}", "."):
+    for name in (*_IN_PREFIX, f"lib/{_MULTIARCH}", "."):
         if (prefix / name / "libucp.so.0").exists():
             return prefix / name, "prefix"
+    if not prefix.is_dir():
+        raise ImportError(f"{SWITCH}={switch}, but there is no such folder")
     raise ImportError(f"{SWITCH}={switch}, but there is no lib/libucp.so.0 under it")
 
 

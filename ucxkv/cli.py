@@ -1,4 +1,4 @@
-"""The command ``ucxkv``: ``demo``, ``info`` and ``top``."""
+"""The command ``ucxkv``: ``demo``, ``info``, ``doctor`` and ``top``."""
 
 from __future__ import annotations
 
@@ -44,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "demo":
             return _demo(options)
+        if options.command == "doctor":
+            return _doctor(options)
         if options.command == "top":
             return _top(options)
         return _info(options)
@@ -95,6 +97,7 @@ def _parser() -> _Parser:
         formatter_class=_formatter,
     )
     info.add_argument("--json", action="store_true", help="print JSON")
+    _add_doctor(commands)
     _add_top(commands)
     return parser
 
@@ -155,6 +158,32 @@ def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
 
 
+def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="find what keeps pulls from working well here, or between two machines",
+        description=(
+            "Looks at UCX, devices, limits and settings, links to the doctor that listens at the"
+            " peer, or to a second process on this host, and pulls from it. Tells of each finding"
+            " why it matters and the command that mends it. The exit code is 1 if something has to"
+            " be mended."
+        ),
+        formatter_class=_formatter,
+    )
+    end = doctor.add_mutually_exclusive_group()
+    end.add_argument(
+        "--peer", metavar="HOST:PORT", help="where the doctor of the other end listens"
+    )
+    end.add_argument(
+        "--listen", metavar="HOST:PORT",
+        help="be the other end, until interrupted; whoever can connect may look at it",
+    )  # fmt: skip
+    doctor.add_argument(
+        "--seconds", type=_seconds, metavar="S", help="with --listen: end after so many seconds"
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+
+
 def _add_top(commands: argparse._SubParsersAction[_Parser]) -> None:
     top = commands.add_parser(
         "top",
@@ -203,6 +232,12 @@ def _info(options: argparse.Namespace) -> int:
     from ucxkv import info
 
     return info.main(json=options.json)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from ucxkv.doctor import run
+
+    return run.main(options.peer, options.listen, options.seconds, options.json)
 
 
 def _top(options: argparse.Namespace) -> int:

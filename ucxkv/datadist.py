@@ -813,4 +813,7 @@ class LlmDataDist:
             notices_waiting=counted["notices_waiting"],
             holds=counted["holds"],
             dropped=counted["dropped"],
+            registered_regions=counted["registered_regions"],
+            registered_bytes=counted["registered_bytes"],
+            registration_seconds=counted["registration_ns"] * 1e-9,
         )

@@ -18,6 +18,7 @@ from ucxkv import settings
 from ucxkv._load import SWITCH, has_rdma, loaded, rdma_devices, wheel_folder
 from ucxkv._version import __version__
 from ucxkv.context import UcxError, describe
+from ucxkv.devices import Interface, Port, interfaces, rdma_ports
 from ucxkv.engine import silence_ucx
 from ucxkv.errors import LlmError
 from ucxkv.options import Options
@@ -65,6 +66,8 @@ class Info:
     rdma_transports: bool
     rdma_devices: list[str]
     same_host_get: Finding
+    ports: list[Port]
+    interfaces: list[Interface]
 
 
 def _resources(wanted: dict[str, str] | None) -> list[str]:
@@ -172,7 +175,31 @@ def collect(options: Options | None = None) -> Info:
         rdma_transports=has_rdma(ucx.folder),
         rdma_devices=rdma_devices(),
         same_host_get=_same_host(options, get_transports),
+        ports=rdma_ports(),
+        interfaces=interfaces(),
     )
+
+
+def _node(number: int | None) -> list[str]:
+    return [] if number is None else [f"NUMA node {number}"]
+
+
+def _port_words(port: Port) -> str:
+    """One line of a port: what it is, and where, since bytes that cross between nodes are slow."""
+    words = [port.state, port.link_layer]
+    if port.gigabits:
+        words.append(f"{port.gigabits:g} Gbit/s")
+    words += _node(port.numa_node)
+    words.append(f"PCI {port.pci}" if port.pci else "in software")
+    words += [f"{gpu.vendor} GPU {gpu.pci} {gpu.distance}" for gpu in port.gpus]
+    return ", ".join(filter(None, words))
+
+
+def _interface_words(interface: Interface) -> str:
+    words = [f"MTU {interface.mtu}"] if interface.mtu else []
+    if interface.gigabits:
+        words.append(f"{interface.gigabits:g} Gbit/s")
+    return ", ".join([*words, *_node(interface.numa_node)])
 
 
 def _rdma_words(info: Info) -> str:
@@ -203,6 +230,11 @@ def render(info: Info, console: Console) -> None:
     table.add_row("stream over", ", ".join(info.stream_transports) or "nothing")
     table.add_row("GET over", ", ".join(info.get_transports) or "nothing")
     table.add_row("RDMA", _rdma_words(info))
+    for port in info.ports:
+        table.add_row(port.name, _port_words(port))
+    for interface in info.interfaces:
+        if interface.up:
+            table.add_row(interface.name, _interface_words(interface))
     finding = info.same_host_get
     table.add_row("same-host GET", ("native: " if finding.native else "no: ") + finding.reason)
     if finding.advice:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ucxkv.errors import ParamInvalid
@@ -26,6 +26,12 @@ class Options:
         variable UCXKV_PATH overrides it.
     notice_queue: how many notices of peers are kept for `LlmDataDist.notices` (4096); pulls whose
         notice finds no room wait, within their deadlines.
+    devices: what UCX may use, such as ("mlx5_0:1", "eth0"): ports of RDMA devices and network
+        interfaces; None (the default): every device, at UCX's choice.  Several RDMA ports are rails
+        of one pull.  Without interfaces here, TCP is kept to the one that a link's address is at.
+    traffic_class, service_level, gid_index: what packets of RDMA devices carry: the traffic class
+        (0 to 255) of RoCE, the service level (0 to 15) of InfiniBand, which RoCE takes as the
+        priority, and which of its port's addresses they come from; None: UCX's choice.
     ucx: UCX settings by their names without the UCX_ prefix, such as {"TLS": "tcp"}; they win over
         the environment's.
 
@@ -38,6 +44,10 @@ class Options:
     tls: Tls | None = None
     path: str = "auto"
     notice_queue: int = 4096
+    devices: Sequence[str] | None = None
+    traffic_class: int | None = None
+    service_level: int | None = None
+    gid_index: int | None = None
     ucx: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,6 +73,35 @@ class Options:
         if not 0 < self.notice_queue < 1 << 32:
             raise ParamInvalid(f"notice_queue must be positive, not {self.notice_queue}")
         self._check_ucx()
+        self._check_devices()
+
+    def _check_devices(self) -> None:
+        if self.devices is not None:
+            if isinstance(self.devices, str) or not isinstance(self.devices, Sequence):
+                raise TypeError("devices must be a sequence of names or None")
+            if not all(isinstance(name, str) for name in self.devices):
+                raise TypeError("devices must be names")
+            if not self.devices:
+                raise ParamInvalid("devices without any name leave nothing to use: use None")
+            for name in self.devices:
+                if not name or "," in name or name != name.strip():
+                    raise ParamInvalid(f"{name!r} is no device's name")
+        for field_name, most in (("traffic_class", 255), ("service_level", 15), ("gid_index", 255)):
+            value = getattr(self, field_name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{field_name} must be an integer or None")
+            if not 0 <= value <= most:
+                raise ParamInvalid(f"{field_name} must be 0 to {most}, not {value}")
+        for field_name, setting in (
+            ("devices", "NET_DEVICES"),
+            ("traffic_class", "IB_TRAFFIC_CLASS"),
+            ("service_level", "IB_SL"),
+            ("gid_index", "IB_GID_INDEX"),
+        ):
+            if getattr(self, field_name) is not None and setting in self.ucx:
+                raise ParamInvalid(f"{field_name} and {setting!r} in ucx say the same: give one")
 
     def _check_ucx(self) -> None:
         if not isinstance(self.ucx, Mapping):

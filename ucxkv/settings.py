@@ -38,10 +38,15 @@ FORCED: Mapping[str, str] = {
 NATIVE_CMA = (1, 19)
 # From this one on CMA takes part by itself; before it has to claim that it can invalidate memory.
 _CMA_BY_ITSELF = (1, 20)
+# Before this one UCX takes settings of a transport, if they come by its configuration calls, only
+# without the transport's name, and otherwise leaves them alone with a warning.
+_PREFIXED = (1, 17)
 # The first one that can be told never to emulate.
 _NO_EMULATION = (1, 21)
 
 _SHARED = frozenset(("posix", "sysv", "cma", "knem", "xpmem"))
+# As many as UCX can use for one operation.
+_MOST_RAILS = 4
 # UCX's names for several transports at once (mm may have xpmem too, which few machines have).
 _ALIASES: Mapping[str, frozenset[str]] = {
     "mm": frozenset(("posix", "sysv")),
@@ -51,6 +56,9 @@ _ALIASES: Mapping[str, frozenset[str]] = {
 _RDMA_PREFIXES = ("rc", "dc", "ib", "gga", "srd", "ugni")
 # Transports that have no GET, or emulate it by messages to the owner's CPU.
 _EMULATORS = re.compile(r"tcp|udx?|ud_\w+")
+# What sets up the connections of a transport; UCX adds it only to its own names for several ones
+# ("rc", "dc", "ib").  As ":aux" it carries nothing else.
+_AUXILIARY = {"rc_verbs": "ud_verbs:aux", "rc_mlx5": "ud_mlx5:aux", "dc_mlx5": "ud_mlx5:aux"}
 # They have GET for memory of their own only, but can set up connections for CMA.
 _WIRING = ("posix", "sysv")
 _NATIVE_SHARED = frozenset(("cma", "knem", "xpmem"))
@@ -91,6 +99,26 @@ def _combined(
     return {**chosen, **options.ucx, **forced}
 
 
+def _is_port(device: str) -> bool:
+    """Whether a name of `Options.devices` is a port of an RDMA device."""
+    return ":" in device or device in _load.rdma_devices()
+
+
+def _devices(options: Options, *, ports: bool, interfaces: bool) -> list[str]:
+    return [name for name in options.devices or () if (ports if _is_port(name) else interfaces)]
+
+
+def _packets(options: Options, version: tuple[int, int, int]) -> dict[str, str]:
+    """What packets of RDMA devices carry; only for contexts that use them: UCX warns of others."""
+    prefix = "IB_" if version >= _PREFIXED else ""
+    values = {
+        "TRAFFIC_CLASS": options.traffic_class,
+        "SL": options.service_level,
+        "GID_INDEX": options.gid_index,
+    }
+    return {prefix + name: str(value) for name, value in values.items() if value is not None}
+
+
 def _names(value: str) -> list[str]:
     return [name.strip() for name in value.lstrip("^").split(",") if name.strip()]
 
@@ -112,19 +140,39 @@ def _may_use(tls: str, transport: str) -> bool:
     return transport in names or "all" in names
 
 
-def _forced(tls: str) -> dict[str, str]:
+def _forced(tls: str, version: tuple[int, int, int]) -> dict[str, str]:
     """What is forced, as far as it concerns these transports: UCX warns of what it cannot use."""
-    return {
-        name: value
-        for name, value in FORCED.items()
-        if (transport := name.split("_")[0].lower()) not in ("tcp", *_WIRING)
-        or _may_use(tls, transport)
-    }
+    chosen = {}
+    for name, value in FORCED.items():
+        transport, _, plain = name.partition("_")
+        if transport.lower() not in ("tcp", *_WIRING):
+            chosen[name] = value
+        elif _may_use(tls, transport.lower()):
+            chosen[name if version >= _PREFIXED else plain] = value
+    return chosen
 
 
 def rdma_usable() -> bool:
     """Whether this machine has RDMA devices and the loaded UCX has transports for them."""
     return bool(_load.rdma_devices()) and _load.has_rdma(_load.loaded().folder)
+
+
+def rdma_missing(options: Options) -> str:
+    """What the RDMA transports that the user names lack here, as a sentence; empty if nothing."""
+    value = user_value(options, "TLS")
+    if value is None or value.startswith("^"):
+        return ""
+    if not any(_is_rdma(name) or name.startswith("ud") for name in _names(value)):
+        return ""
+    folder = _load.loaded().folder
+    if not _load.has_rdma(folder):
+        return (
+            f"UCX_TLS={value} names RDMA transports, but the UCX in {folder} has no module for"
+            f" them: choose another with {_load.SWITCH}"
+        )
+    if not _load.rdma_devices():
+        return f"UCX_TLS={value} names RDMA transports, but this machine has no RDMA device"
+    return ""
 
 
 def _one_network(options: Options, rdma: bool) -> bool:
@@ -154,9 +202,18 @@ def am_settings(
     that of UCX.  `rdma` says whether RDMA can be used; None: found out.
     """
     defaults = {"TLS": "tcp,self"}
-    if interface is not None and _one_network(options, rdma_usable() if rdma is None else rdma):
+    alone = _one_network(options, rdma_usable() if rdma is None else rdma)
+    if interface is not None and alone:
         defaults["NET_DEVICES"] = interface
-    return _combined(options, defaults, _forced(user_value(options, "TLS") or defaults["TLS"]))
+    alone = _one_network(options, rdma_usable() if rdma is None else rdma)
+    if interface is not None and alone:
+        defaults["NET_DEVICES"] = interface
+    chosen = _devices(options, ports=not alone, interfaces=True)
+    wanted = {"NET_DEVICES": ",".join(chosen)} if chosen else {}
+    if not alone:
+        wanted.update(_packets(options, version))
+    tls = user_value(options, "TLS") or defaults["TLS"]
+    return _combined(options, defaults, {**wanted, **_forced(tls, version)})
 
 
 def _our_transports(
@@ -190,7 +247,8 @@ def _native_transports(
         kept = [name for name in kept if name not in _ALIASES and name not in _SHARED]
     plain = _expanded(kept)
     if any(_is_rdma(name) for name in plain):
-        return kept
+        auxiliary = {_AUXILIARY[name] for name in kept if name in _AUXILIARY}
+        return [*kept, *sorted(auxiliary.difference(kept))]
     if not plain & _NATIVE_SHARED:
         return None
     return kept if plain & set(_WIRING) else [*kept, _WIRING[0]]
@@ -210,12 +268,14 @@ def rma_settings(
     if path == "stream":
         return None
     value = user_value(options, "TLS")
-    native = _native_transports(value, version, rdma_usable() if rdma is None else rdma)
+    ports = _devices(options, ports=True, interfaces=False)
+    usable = (rdma_usable() if rdma is None else rdma) and (options.devices is None or bool(ports))
+    native = _native_transports(value, version, usable)
     defaults = {"RCACHE_MAX_UNRELEASED": "1024"}
     if native is None:
         if path != "get" or value is None:
             return None
-        return _combined(options, defaults, {"TLS": value, **_forced(value)})
+        return _combined(options, defaults, {"TLS": value, **_forced(value, version)})
     if version < NATIVE_CMA:
         # Only the old protocols have native GETs here, and only over RDMA.
         defaults["PROTO_ENABLE"] = "n"
@@ -223,5 +283,11 @@ def rma_settings(
         defaults["CMA_MEMORY_INVALIDATE"] = "y"
     if version >= _NO_EMULATION:
         defaults["PROTO_EMULATION_ENABLE"] = "n"
+    wanted: dict[str, str] = {}
+    if any(_is_rdma(name) for name in native):
+        wanted = _packets(options, version)
+        if ports:
+            wanted["NET_DEVICES"] = ",".join(ports)
+            defaults["MAX_RMA_RAILS"] = str(min(len(ports), _MOST_RAILS))
     tls = ",".join(native)
-    return _combined(options, defaults, {"TLS": tls, **_forced(tls)})
+    return _combined(options, defaults, {**wanted, "TLS": tls, **_forced(tls, version)})

@@ -62,8 +62,10 @@ class Workers:
             self._ears[ears.worker] = ears
             return ears.worker
         except (OSError, RuntimeError, MemoryError, ValueError) as error:
+            missing = settings.rdma_missing(self._options)
             raise CannotLink(
                 f"no UCX worker for interface {interface} ({local_host}): {error}"
+                + (f"; {missing}" if missing else "")
             ) from error
 
     def deaf(self, worker: int) -> bool:

@@ -457,6 +457,9 @@ cdef struct Core:
     pthread_mutex_t gate
     pthread_mutex_t lock
     pthread_mutex_t mapping     # held while memory is mapped, unmapped or described to peers
+    uint32_t mapped_regions     # these three: of caches, guarded by `mapping`
+    uint64_t mapped_bytes
+    uint64_t mapping_ns         # all that was spent in registering, also of what has gone since
     pthread_mutex_t idle_mutex  # taken after `lock`
     pthread_cond_t idle         # a retiring cache or a link has become idle
     pthread_t thread

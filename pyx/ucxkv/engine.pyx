@@ -409,9 +409,14 @@ cdef class NativeEngine:
         """Counters over all ended transfers; latencies in 8 buckets per doubling of ns."""
         cdef Core* core = self.core
         cdef Totals totals
-        cdef uint32_t running, holds, queued, notices
-        cdef uint64_t received, dropped
+        cdef uint32_t running, holds, queued, notices, regions
+        cdef uint64_t received, dropped, mapped, mapping
         with nogil:
+            pthread_mutex_lock(&core.mapping)
+            regions = core.mapped_regions
+            mapped = core.mapped_bytes
+            mapping = core.mapping_ns
+            pthread_mutex_unlock(&core.mapping)
             core_lock(core)
             totals = core.totals
             running = MAX_TRANSFERS - core.n_free_transfers
@@ -425,6 +430,9 @@ cdef class NativeEngine:
         counted["running"] = running
         counted["dropped"] = dropped
         counted["holds"] = holds
+        counted["registered_regions"] = regions
+        counted["registered_bytes"] = mapped
+        counted["registration_ns"] = mapping
         counted["notices_received"] = received
         counted["notices_queued"] = queued
         counted["notices_waiting"] = notices - queued

@@ -75,6 +75,7 @@ cdef void region_map(Core* core, Region* region, unsigned int prot) except *:
     cdef ucp_mem_map_params_t params
     cdef ucs_status_t status = UCS_OK
     cdef bint closed
+    cdef uint64_t began
     memset(&params, 0, sizeof(params))
     params.field_mask = (UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH
                          | UCP_MEM_MAP_PARAM_FIELD_PROT)
@@ -86,7 +87,12 @@ cdef void region_map(Core* core, Region* region, unsigned int prot) except *:
         pthread_mutex_lock(&core.mapping)
         closed = core.rma.context == NULL
         if not closed:
+            began = now_ns()
             status = ucp_mem_map(core.rma.context, &params, &region.memh)
+            core.mapping_ns += now_ns() - began
+            if status == UCS_OK:
+                core.mapped_regions += 1
+                core.mapped_bytes += region.length
         pthread_mutex_unlock(&core.mapping)
     if closed:
         raise RuntimeError("the engine is closed")
@@ -210,6 +216,8 @@ cdef class LocalCache:
             for i in range(mem.n_regions):
                 if mem.regions[i].memh != NULL and core.rma.context != NULL:
                     ucp_mem_unmap(core.rma.context, mem.regions[i].memh)
+                    core.mapped_regions -= 1
+                    core.mapped_bytes -= mem.regions[i].length
                 mem.regions[i].memh = NULL
             pthread_mutex_unlock(&core.mapping)
 

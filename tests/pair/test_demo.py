@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 import ucxkv
-from ucxkv import cli
+from harness import needs_get
+from ucxkv import _load, cli
 from ucxkv.cli import PROMPT
 
 # Small enough to be over in a moment, large enough for every kind of layer and head.
@@ -166,7 +167,7 @@ def test_the_pulled_cache_gives_the_tokens_of_a_single_process(tmp_path: Path, p
     assert pull["bytes"] == 2 * 3 * found["prompt_tokens"] * 2 * 16 * 4
     assert pull["spans"] == 6
     assert path in ("auto", pull["path"])
-    assert pull["transports"]
+    assert pull["transports"] or _load.loaded().version < (1, 14)
     assert pull["seconds"] > 0
     assert 0 < pull["layer_0_began_after_bytes"] <= pull["bytes"]
     assert all(seconds > 0 for seconds in found["seconds"].values())
@@ -185,6 +186,8 @@ def test_text_says_the_same_in_80_columns(tmp_path: Path) -> None:
 def test_pulled_blocks_give_the_tokens_of_a_single_process(
     tmp_path: Path, path: str, block_size: int
 ) -> None:
+    if path == "get":
+        needs_get()
     ran = demo(tmp_path, "--paged", "--json", "--path", path, "--block-size", str(block_size))
     assert ran.returncode == 0, ran.stderr
     assert quiet(ran.stderr), ran.stderr
@@ -408,7 +411,9 @@ def test_contradicting_paths_are_refused(
     assert "--path get contradicts the environment's UCXKV_PATH=stream" in err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["info", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["demo", "--help"], ["info", "--help"], ["doctor", "--help"]]
+)
 def test_help_fits_a_terminal(
     here: None,
     capsys: pytest.CaptureFixture[str],

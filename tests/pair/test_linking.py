@@ -10,6 +10,7 @@ import pytest
 
 from children import actions, ending
 from harness import Peer, wait_until
+from ucxkv import _load
 
 SUCCESS, LINK_FAILED, ALREADY_LINK = 0, 0x5010B009, 0x5010B008
 
@@ -176,7 +177,9 @@ def test_links_say_what_they_use(pair: tuple[Peer, Peer], path: str) -> None:
     assert owner.address
     assert f"{owner.address[0]}:{owner.address[1]}" in text
     assert path in text
-    assert "tcp" in text or "cma" in text
+    # Older ones do not tell the transports of an endpoint.
+    if _load.loaded().version >= (1, 14):
+        assert "tcp" in text or "cma" in text
 
 
 def test_a_port_that_is_taken(pair: tuple[Peer, Peer]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import model
 from children import actions, landing
-from harness import Peer, rounds
+from harness import Peer, needs_get, rounds
 
 CASES = int(os.environ.get("UCXKV_TEST_CASES", "0")) or rounds(500)
 BATCH = 25
@@ -133,6 +133,7 @@ def test_stats(path: str) -> None:
 
 def test_auto_takes_get_where_it_can() -> None:
     """And UCXKV_PATH overrides the choice."""
+    needs_get()
     for env, wanted in (({}, "get"), ({"UCXKV_PATH": "stream"}, "stream")):
         with (
             Peer(1, path="auto", env=env) as owner,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from children import actions, blocks, pushing
+from children import actions, blocks, pushing, registering
 from harness import Peer
 
 KV_CACHE_NOT_EXIST = 0x5010B002
@@ -209,3 +209,23 @@ def test_latency_quantiles(trio: tuple[Peer, Peer, Peer]) -> None:
 def quantile(ordered: list[float], share: float) -> float:
     """The value that has `share` of all at or below it."""
     return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
+
+
+@pytest.mark.parametrize(("gap", "regions"), [(0, 1), (4096, 8)])
+def test_registered_memory(gap: int, regions: int) -> None:
+    """Tensors that touch share a region, and what is unregistered no longer counts."""
+    with Peer(1, path="get") as owner:
+        before = owner.call(registering.registered)
+        assert before == {"regions": 0, "bytes": 0, "seconds": 0.0}
+        cache_id = owner.call(registering.register, 8, 1 << 20, gap)
+        during = owner.call(registering.registered)
+        assert (during["regions"], during["bytes"]) == (regions, 8 << 20)
+        assert 0 < during["seconds"] < 10
+        owner.call(registering.unregister, cache_id)
+        assert owner.call(registering.registered) == {**before, "seconds": during["seconds"]}
+
+
+def test_nothing_is_registered_where_nothing_can_get_it() -> None:
+    with Peer(1, path="stream") as owner:
+        owner.call(registering.register, 8, 1 << 20, 0)
+        assert owner.call(registering.registered) == {"regions": 0, "bytes": 0, "seconds": 0.0}

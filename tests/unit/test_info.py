@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from sysfs import ROOT, Sysfs
 
 from ucxkv import _load, info
+from ucxkv.devices import interfaces, rdma_ports
 from ucxkv.options import Options
 
 RESOURCES = {
@@ -131,6 +133,18 @@ def test_rdma_devices_without_transports(machine: Path) -> None:
     text = printed(found)
     assert "no RDMA transports" in text
     assert "UCXKV_UCX" in text
+
+
+def test_devices_and_where_they_are(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sys = Sysfs(machine / "sys")
+    sys.gpu(f"{ROOT}/0000:00:01.0/0000:01:00.0/0000:02:00.0", 0)
+    sys.port("mlx5_0", f"{ROOT}/0000:00:01.0/0000:01:00.0/0000:03:00.0", node=1)
+    monkeypatch.setattr(info, "rdma_ports", lambda: rdma_ports(sys.folder))
+    monkeypatch.setattr(info, "interfaces", lambda: interfaces(sys.folder))
+    text = " ".join(printed(info.collect()).split())
+    assert "mlx5_0:1 ACTIVE, Ethernet, 100 Gbit/s, NUMA node 1, PCI 0000:03:00.0" in text
+    assert "NVIDIA GPU 0000:02:00.0 behind the same PCI bridge" in text
+    assert "net_mlx5_0 MTU 9000, 100 Gbit/s" in text
 
 
 def printed(found: info.Info) -> str:

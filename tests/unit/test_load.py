@@ -99,13 +99,27 @@ def test_a_version_that_cannot_be_told_is_left_to_the_library_itself(machine: Pa
     assert _load.choose("auto") == (system, "system")
 
 
-@pytest.mark.parametrize("place", ["lib", "lib64", "."])
+@pytest.mark.parametrize("place", ["lib", "lib64", ".", "ucx/lib", "mt/lib"])
 def test_a_prefix(machine: Path, place: str) -> None:
     installation(machine / "wheel/lib")
     lib = installation(machine / "opt/ucx" / place)
     folder, origin = _load.choose(str(machine / "opt/ucx"))
     assert folder.resolve() == lib.resolve()
     assert origin == "prefix"
+
+
+@pytest.mark.parametrize("prefix", ["opt/hpcx", "opt/hpcx/ucx"])
+def test_of_hpcx_s_builds_the_one_for_threads(machine: Path, prefix: str) -> None:
+    installation(machine / "opt/hpcx/ucx/lib", rdma=True)
+    (machine / "opt/hpcx/ompi/lib").mkdir(parents=True)
+    threads = installation(machine / "opt/hpcx/ucx/mt/lib", rdma=True)
+    assert _load.choose(str(machine / prefix)) == (threads, "prefix")
+
+
+def test_a_prefix_without_ucx(machine: Path) -> None:
+    (machine / "opt/ucx/lib").mkdir(parents=True)
+    with pytest.raises(ImportError, match=r"no lib/libucp\.so\.0 under it"):
+        _load.choose(str(machine / "opt/ucx"))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +129,7 @@ def test_a_prefix(machine: Path, place: str) -> None:
         ("wheel", "libucx-cu12"),
         ("system", "LD_LIBRARY_PATH"),
         ("somewhere", "auto, wheel, system or a prefix"),
-        ("/nowhere/at/all", "libucp.so.0"),
+        ("/nowhere/at/all", "no such folder"),
     ],
 )
 def test_what_is_not_there_is_named(machine: Path, switch: str, words: str) -> None:

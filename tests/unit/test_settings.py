@@ -66,6 +66,16 @@ def test_a_segment_holds_a_chunk_and_headers_and_is_the_same_both_ways() -> None
     assert sizes[0] == sizes[1] == settings.STREAM_SEGMENT > settings.STREAM_CHUNK + 512
 
 
+def test_older_releases_take_settings_of_transports_without_their_names() -> None:
+    old = settings.am_settings(options("tcp,posix"), "lo", (1, 16, 0), rdma=False)
+    new = settings.am_settings(options("tcp,posix"), "lo", (1, 17, 0), rdma=False)
+    assert old["TX_SEG_SIZE"] == new["TCP_TX_SEG_SIZE"]
+    assert old["CONN_NB"] == new["TCP_CONN_NB"] == "y"
+    assert old["ERROR_HANDLING"] == new["POSIX_ERROR_HANDLING"] == "y"
+    assert not any(name.startswith(("TCP_", "POSIX_")) for name in old)
+    assert old["RNDV_THRESH"] == new["RNDV_THRESH"] == "inf"
+
+
 def test_options_win_over_the_environment_and_both_over_defaults(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -135,6 +145,104 @@ def test_forced_settings_concern_the_transports_that_may_be_used(
 
 def test_shared_memory_reports_the_death_of_peers() -> None:
     assert rma(NEW, rdma=False)["POSIX_ERROR_HANDLING"] == "y"
+
+
+# -- devices --------------------------------------------------------------------------------
+
+TWO = ("mlx5_0:1", "mlx5_1:1", "eth2")
+MARKED = {"traffic_class": 106, "service_level": 3, "gid_index": 0}
+MARKS = {"IB_TRAFFIC_CLASS": "106", "IB_SL": "3", "IB_GID_INDEX": "0"}
+
+
+def rma_of(chosen: Options, rdma: bool) -> dict[str, str]:
+    found = settings.rma_settings(chosen, NEW, rdma=rdma)
+    assert found is not None
+    return found
+
+
+def test_devices_go_to_the_context_that_can_use_them() -> None:
+    chosen = Options(devices=TWO)
+    assert am(chosen, rdma=True)["NET_DEVICES"] == "eth2"
+    found = rma_of(chosen, rdma=True)
+    assert found["NET_DEVICES"] == "mlx5_0:1,mlx5_1:1"
+    assert found["MAX_RMA_RAILS"] == "2"
+    everywhere = am(Options(devices=TWO, ucx={"TLS": "rc,tcp"}), rdma=True)
+    assert everywhere["NET_DEVICES"] == ",".join(TWO)
+
+
+def test_ports_alone_leave_tcp_at_the_interface_of_the_link() -> None:
+    assert am(Options(devices=["mlx5_0:1"]), rdma=True)["NET_DEVICES"] == "eth0"
+
+
+def test_interfaces_alone_leave_no_rdma() -> None:
+    found = settings.rma_settings(Options(devices=["eth2"]), NEW, rdma=True)
+    assert found is not None
+    assert found["TLS"] == "cma,posix"
+    assert "NET_DEVICES" not in found
+
+
+def test_ports_without_a_number_are_known_by_the_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "rxe0").mkdir()
+    monkeypatch.setattr(_load, "_RDMA_DEVICES", tmp_path)
+    assert rma_of(Options(devices=["rxe0"]), rdma=True)["NET_DEVICES"] == "rxe0"
+
+
+def test_more_rails_than_ucx_has_are_not_asked_for() -> None:
+    many = Options(devices=[f"mlx5_{number}:1" for number in range(8)])
+    assert rma_of(many, rdma=True)["MAX_RMA_RAILS"] == "4"
+    one = Options(devices=["mlx5_0:1", "mlx5_1:1"], ucx={"MAX_RMA_RAILS": "1"})
+    assert rma_of(one, rdma=True)["MAX_RMA_RAILS"] == "1"
+
+
+def test_marks_of_packets_go_where_rdma_is_used() -> None:
+    chosen = Options(**MARKED)
+    assert MARKS.items() <= rma_of(chosen, rdma=True).items()
+    assert not MARKS.keys() & rma_of(chosen, rdma=False).keys()
+    assert not MARKS.keys() & am(chosen, rdma=True).keys()
+    streaming = Options(**MARKED, ucx={"TLS": "ud,tcp"})
+    assert MARKS.items() <= am(streaming, rdma=True).items()
+
+
+def test_older_releases_take_marks_without_the_prefix() -> None:
+    found = settings.rma_settings(Options(**MARKED), OLDEST, rdma=True)
+    assert found is not None
+    assert {
+        name.removeprefix("IB_"): value for name, value in MARKS.items()
+    }.items() <= found.items()
+    assert not MARKS.keys() & found.keys()
+
+
+def test_devices_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_7:1")
+    assert rma_of(Options(devices=TWO), rdma=True)["NET_DEVICES"] == "mlx5_0:1,mlx5_1:1"
+
+
+@pytest.mark.parametrize(
+    ("tls", "module", "devices", "said"),
+    [
+        ("rc", False, True, "has no module"),
+        ("ud,tcp", False, True, "has no module"),
+        ("rc", True, False, "no RDMA device"),
+        ("rc", True, True, ""),
+        ("tcp", False, False, ""),
+        ("^tcp", False, False, ""),
+        (None, False, False, ""),
+    ],
+)
+def test_what_rdma_lacks_is_named(
+    tls: str | None,
+    module: bool,
+    devices: bool,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_load, "has_rdma", lambda _folder: module)
+    monkeypatch.setattr(_load, "rdma_devices", lambda: ["mlx5_0"] if devices else [])
+    found = settings.rdma_missing(options(tls))
+    assert said in found
+    assert bool(found) is bool(said)
 
 
 # -- conflicts ------------------------------------------------------------------------------
@@ -209,7 +317,9 @@ def test_no_emulating_transport_is_left_without_rdma(tls: str | None, left: list
     [
         (None, ["cma", "posix", "rc"]),
         ("rc,ud,tcp", ["rc"]),
-        ("rc_verbs,self", ["rc_verbs", "self"]),
+        ("rc_verbs,self", ["rc_verbs", "self", "ud_verbs:aux"]),
+        ("rc_verbs,ud_verbs,self", ["rc_verbs", "self", "ud_verbs:aux"]),
+        ("rc_mlx5,dc_mlx5", ["dc_mlx5", "rc_mlx5", "ud_mlx5:aux"]),
         ("dc_x,tcp", ["dc_x"]),
         ("ud_verbs,tcp", None),
         ("ib", ["ib"]),

@@ -236,6 +236,12 @@ class TestOptions:
             {"ucx": [("TLS", "tcp")]},
             {"ucx": {"TLS": 1}},
             {"ucx": {1: "tcp"}},
+            {"devices": "mlx5_0:1"},
+            {"devices": [1]},
+            {"devices": 1},
+            {"traffic_class": "1"},
+            {"service_level": True},
+            {"gid_index": 1.0},
         ],
     )
     def test_wrong_types(self, wrong: dict[str, object]) -> None:
@@ -256,6 +262,14 @@ class TestOptions:
             {"secret": b""},
             {"path": "put"},
             {"ucx": {"UCX_TLS": "tcp"}},
+            {"devices": []},
+            {"devices": ["mlx5_0:1,mlx5_1:1"]},
+            {"devices": [""]},
+            {"devices": ["eth0"], "ucx": {"NET_DEVICES": "eth0"}},
+            {"traffic_class": 256},
+            {"traffic_class": 1, "ucx": {"IB_TRAFFIC_CLASS": "1"}},
+            {"service_level": 16},
+            {"gid_index": -1},
         ],
     )
     def test_wrong_values(self, wrong: dict[str, object]) -> None:

@@ -1,0 +1,1 @@
+"""Runs commands with the UCX of a Debian release."""

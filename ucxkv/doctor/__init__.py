@@ -1,0 +1,1 @@
+"""``ucxkv doctor``: what on this machine, or between two, keeps pulls from working well."""
