@@ -51,6 +51,9 @@ _ALIASES: Mapping[str, frozenset[str]] = {
 _RDMA_PREFIXES = ("rc", "dc", "ib", "gga", "srd", "ugni")
 # Transports that have no GET, or emulate it by messages to the owner's CPU.
 _EMULATORS = re.compile(r"tcp|udx?|ud_\w+")
+# What sets up the connections of a transport; UCX adds it only to its own names for several ones
+# ("rc", "dc", "ib").  As ":aux" it carries nothing else.
+_AUXILIARY = {"rc_verbs": "ud_verbs:aux", "rc_mlx5": "ud_mlx5:aux", "dc_mlx5": "ud_mlx5:aux"}
 # They have GET for memory of their own only, but can set up connections for CMA.
 _WIRING = ("posix", "sysv")
 _NATIVE_SHARED = frozenset(("cma", "knem", "xpmem"))
@@ -190,7 +193,8 @@ def _native_transports(
         kept = [name for name in kept if name not in _ALIASES and name not in _SHARED]
     plain = _expanded(kept)
     if any(_is_rdma(name) for name in plain):
-        return kept
+        auxiliary = {_AUXILIARY[name] for name in kept if name in _AUXILIARY}
+        return [*kept, *sorted(auxiliary.difference(kept))]
     if not plain & _NATIVE_SHARED:
         return None
     return kept if plain & set(_WIRING) else [*kept, _WIRING[0]]

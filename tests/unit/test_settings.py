@@ -209,7 +209,9 @@ def test_no_emulating_transport_is_left_without_rdma(tls: str | None, left: list
     [
         (None, ["cma", "posix", "rc"]),
         ("rc,ud,tcp", ["rc"]),
-        ("rc_verbs,self", ["rc_verbs", "self"]),
+        ("rc_verbs,self", ["rc_verbs", "self", "ud_verbs:aux"]),
+        ("rc_verbs,ud_verbs,self", ["rc_verbs", "self", "ud_verbs:aux"]),
+        ("rc_mlx5,dc_mlx5", ["dc_mlx5", "rc_mlx5", "ud_mlx5:aux"]),
         ("dc_x,tcp", ["dc_x"]),
         ("ud_verbs,tcp", None),
         ("ib", ["ib"]),
