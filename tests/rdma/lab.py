@@ -25,8 +25,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.rdma import wire
-from tests.rdma.guest import QEMU, Unavailable, guest
+from . import wire
+from .guest import QEMU, Unavailable, guest
 
 NOT_HERE = 77
 TIMED_OUT = 124
