@@ -38,6 +38,9 @@ FORCED: Mapping[str, str] = {
 NATIVE_CMA = (1, 19)
 # From this one on CMA takes part by itself; before it has to claim that it can invalidate memory.
 _CMA_BY_ITSELF = (1, 20)
+# Before this one UCX takes settings of a transport, if they come by its configuration calls, only
+# without the transport's name, and otherwise leaves them alone with a warning.
+_PREFIXED = (1, 17)
 # The first one that can be told never to emulate.
 _NO_EMULATION = (1, 21)
 
@@ -115,14 +118,16 @@ def _may_use(tls: str, transport: str) -> bool:
     return transport in names or "all" in names
 
 
-def _forced(tls: str) -> dict[str, str]:
+def _forced(tls: str, version: tuple[int, int, int]) -> dict[str, str]:
     """What is forced, as far as it concerns these transports: UCX warns of what it cannot use."""
-    return {
-        name: value
-        for name, value in FORCED.items()
-        if (transport := name.split("_")[0].lower()) not in ("tcp", *_WIRING)
-        or _may_use(tls, transport)
-    }
+    chosen = {}
+    for name, value in FORCED.items():
+        transport, _, plain = name.partition("_")
+        if transport.lower() not in ("tcp", *_WIRING):
+            chosen[name] = value
+        elif _may_use(tls, transport.lower()):
+            chosen[name if version >= _PREFIXED else plain] = value
+    return chosen
 
 
 def rdma_usable() -> bool:
@@ -159,7 +164,8 @@ def am_settings(
     defaults = {"TLS": "tcp,self"}
     if interface is not None and _one_network(options, rdma_usable() if rdma is None else rdma):
         defaults["NET_DEVICES"] = interface
-    return _combined(options, defaults, _forced(user_value(options, "TLS") or defaults["TLS"]))
+    tls = user_value(options, "TLS") or defaults["TLS"]
+    return _combined(options, defaults, _forced(tls, version))
 
 
 def _our_transports(
@@ -219,7 +225,7 @@ def rma_settings(
     if native is None:
         if path != "get" or value is None:
             return None
-        return _combined(options, defaults, {"TLS": value, **_forced(value)})
+        return _combined(options, defaults, {"TLS": value, **_forced(value, version)})
     if version < NATIVE_CMA:
         # Only the old protocols have native GETs here, and only over RDMA.
         defaults["PROTO_ENABLE"] = "n"
@@ -228,4 +234,4 @@ def rma_settings(
     if version >= _NO_EMULATION:
         defaults["PROTO_EMULATION_ENABLE"] = "n"
     tls = ",".join(native)
-    return _combined(options, defaults, {"TLS": tls, **_forced(tls)})
+    return _combined(options, defaults, {"TLS": tls, **_forced(tls, version)})

@@ -21,7 +21,7 @@ _VERSION, _CAP_IPC_LOCK = 0x20080522, 14
 
 @contextlib.contextmanager
 def limited(nbytes: int) -> Iterator[None]:
-    """This thread may lock so much more than the process has locked already, as an ordinary user."""
+    """This thread may lock so much more than the process has already, like an ordinary user's."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(_VERSION, 0)
     before = (ctypes.c_uint32 * 6)()

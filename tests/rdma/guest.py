@@ -1,4 +1,4 @@
-"""A kernel with soft RoCE and the initramfs that boots it, made from Debian's packages at run time."""
+"""A kernel with soft RoCE and its initramfs, made from Debian's packages at run time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ MODULES = (
 )
 BUSYBOX = ("/bin/busybox", "/usr/bin/busybox")
 QEMU = "qemu-system-x86_64"
-PACKAGES = "qemu-system-x86 busybox-static cpio kmod rdma-core ibverbs-providers libucx0 iproute2"
+PROGRAMS = (QEMU, "cpio", "gzip", "depmod", "rdma", "ip", "sysctl")
+PACKAGES = (
+    "qemu-system-x86 busybox-static cpio kmod procps iproute2 rdma-core ibverbs-providers libucx0"
+)
 _DOWNLOAD_SECONDS = 300
 
 INIT = """#!/bin/busybox sh
@@ -33,7 +36,7 @@ options=trans=virtio,version=9p2000.L,msize=512000
 for place in proc sys dev; do /bin/busybox mount --move /$place /root/$place; done
 /bin/busybox mkdir -p /root/dev/shm /root/dev/pts
 /bin/busybox mount -t devpts pts /root/dev/pts
-for place in dev/shm tmp run mnt; do /bin/busybox mount -t tmpfs tmpfs /root/$place; done
+for place in dev/shm run mnt; do /bin/busybox mount -t tmpfs tmpfs /root/$place; done
 /bin/busybox mkdir -p /root/mnt/job
 /bin/busybox mount -t 9p -o $options job /root/mnt/job
 /bin/busybox chroot /root /bin/bash /mnt/job/run
@@ -63,7 +66,7 @@ def cache() -> Path:
 
 def check() -> None:
     """Unavailable, with the command that mends it, if a program is missing."""
-    missing = [name for name in (QEMU, "cpio", "gzip", "rdma", "ip") if shutil.which(name) is None]
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if not any(Path(place).exists() for place in BUSYBOX):
         missing.append("busybox")
     if missing:
@@ -167,3 +170,7 @@ def _pack(tree: Path, image: Path) -> None:
         script = f"find . | cpio --quiet -o -H newc | gzip -1 > {packed}"
         _run("bash", "-o", "pipefail", "-c", script, cwd=root)
         packed.rename(image)
+
+
+if __name__ == "__main__":
+    print(PACKAGES)

@@ -1,14 +1,14 @@
 """Runs a command in an emulated machine that has RDMA devices.
 
     python -m tests.rdma.lab -- pytest tests/rdma
-    python -m tests.rdma.lab --transport ud -- pytest tests/rdma/test_ud.py
-    python -m tests.rdma.lab --results out -- python perf/kv_pull.py --local --json /mnt/job/pull.json
+    python -m tests.rdma.lab --transport ud -- pytest tests/rdma
+    python -m tests.rdma.lab --results out -- python perf/kv_pull.py --local --json /mnt/job/it.json
 
 The machine is Debian's kernel under QEMU's software emulation; it has this machine's files, to be
-read only, and two soft RoCE devices (rdma_rxe), each at one end of a wire.  The command runs there with
-the system's UCX, which has verbs, in this folder, with this Python.  Its output and exit status come
-back, and with --results whatever it has left in /mnt/job.  Wants root, x86-64 and Debian's packages:
-what is missing is said, with exit status 77.
+read only, and two soft RoCE devices (rdma_rxe), each at one end of a wire.  The command runs there
+with the system's UCX, which has verbs, in this folder, with this Python.  Its output and exit
+status come back, and with --results whatever it has left in /mnt/job.  Wants root, x86-64 and
+Debian's packages: what is missing is said, with exit status 77.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TRANSPORTS = {"rc": "", "ud": "ud_verbs,tcp,self"}
 
 _SETUP = """\
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
-export HOME=/tmp LC_ALL=C.UTF-8 PYTHONDONTWRITEBYTECODE=1
+export HOME=/run TMPDIR=/run LC_ALL=C.UTF-8 PYTHONDONTWRITEBYTECODE=1
 stty -onlcr < /dev/console 2>/dev/null
 ulimit -l unlimited
 ip link set lo up
@@ -49,6 +49,11 @@ exec {command}
 """
 
 
+def built_in_place() -> bool:
+    """Whether the native modules are in this folder."""
+    return any(Path("ucxkv").glob("engine.*.so"))
+
+
 def _script(command: Sequence[str], transport: str) -> str:
     settings = {
         **_SETTINGS,
@@ -57,7 +62,8 @@ def _script(command: Sequence[str], transport: str) -> str:
         "UCXKV_TEST_RDMA": transport,
         # Everything takes some ten times as long as on the machine itself.
         "UCXKV_TEST_PATIENCE": "10",
-        "PYTHONPATH": str(Path.cwd()),
+        # An installed package is not to be covered by its source.
+        **({"PYTHONPATH": str(Path.cwd())} if built_in_place() else {}),
         "PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin",
     }
     exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in settings.items())
@@ -121,7 +127,10 @@ def run(
                     shutil.copy(path, results)
         if status.exists():
             return int(status.read_text())
-        return TIMED_OUT if time.monotonic() >= end else 1
+        if time.monotonic() >= end:
+            return TIMED_OUT
+        print("\nthe guest has ended by itself, before the command", flush=True)
+        return 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -132,9 +141,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=600, help="time limit (default 600)")
     parser.add_argument("--memory", default="4G", help="of the guest (default 4G)")
     parser.add_argument("--results", type=Path, help="folder for what is left in /mnt/job")
-    parser.add_argument("command", nargs="+", help="after --, the command and its arguments")
+    parser.add_argument("--prepare", action="store_true", help="make the guest, but run nothing")
+    parser.add_argument("command", nargs="*", help="after --, the command and its arguments")
     asked = parser.parse_args(arguments)
+    if not asked.command and not asked.prepare:
+        parser.error("a command is needed")
     try:
+        if asked.prepare:
+            guest()
+            return 0
         return run(
             asked.command,
             transport=asked.transport,

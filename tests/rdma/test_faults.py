@@ -12,6 +12,7 @@ from harness import Peer, wait_until
 from rdma import wire
 from rdma.conftest import OWNER, PULLER, End, link
 
+# The longer ones are marked as slow: what is left is the heart of it.
 pytestmark = [pytest.mark.rdma("rc"), pytest.mark.timeout(600)]
 
 # Far more than the guest moves in the time it is given.
@@ -65,9 +66,7 @@ def check_small_pull(ends: tuple[Peer, Peer], within: float = 60) -> None:
 def test_deadline_with_a_stopped_owner(ends: tuple[Peer, Peer], large: int) -> None:
     owner, puller = ends
     with owner.stopped():
-        outcome = puller.call(
-            actions.pull_beside_sleeper, "large", 1, large, timeout_ms=SHORT_MS
-        )
+        outcome = puller.call(actions.pull_beside_sleeper, "large", 1, large, timeout_ms=SHORT_MS)
         check_fenced(puller, outcome)
     check_small_pull(ends)
 

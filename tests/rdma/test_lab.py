@@ -7,7 +7,7 @@ import pytest
 from rdma import guest, lab
 
 DEPENDENCIES = """\
-kernel/drivers/infiniband/sw/rxe/rdma_rxe.ko.xz: kernel/net/ib_core.ko.xz kernel/net/udp_tunnel.ko.xz
+kernel/drivers/rxe/rdma_rxe.ko.xz: kernel/net/ib_core.ko.xz kernel/net/udp_tunnel.ko.xz
 kernel/net/ib_core.ko.xz: kernel/net/nothing.ko.xz
 kernel/net/udp_tunnel.ko.xz:
 kernel/net/nothing.ko.xz:

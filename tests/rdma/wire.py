@@ -86,7 +86,5 @@ def counters(number: int) -> dict[str, int]:
     """What a device has counted since it was made."""
     folder = Path(f"/sys/class/infiniband/{DEVICES[number]}/ports/1/hw_counters")
     return {
-        file.name: int(file.read_text())
-        for file in folder.iterdir()
-        if file.name != "lifespan"
+        file.name: int(file.read_text()) for file in folder.iterdir() if file.name != "lifespan"
     }

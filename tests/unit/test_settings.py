@@ -66,6 +66,16 @@ def test_a_segment_holds_a_chunk_and_headers_and_is_the_same_both_ways() -> None
     assert sizes[0] == sizes[1] == settings.STREAM_SEGMENT > settings.STREAM_CHUNK + 512
 
 
+def test_older_releases_take_settings_of_transports_without_their_names() -> None:
+    old = settings.am_settings(options("tcp,posix"), "lo", (1, 16, 0), rdma=False)
+    new = settings.am_settings(options("tcp,posix"), "lo", (1, 17, 0), rdma=False)
+    assert old["TX_SEG_SIZE"] == new["TCP_TX_SEG_SIZE"]
+    assert old["CONN_NB"] == new["TCP_CONN_NB"] == "y"
+    assert old["ERROR_HANDLING"] == new["POSIX_ERROR_HANDLING"] == "y"
+    assert not any(name.startswith(("TCP_", "POSIX_")) for name in old)
+    assert old["RNDV_THRESH"] == new["RNDV_THRESH"] == "inf"
+
+
 def test_options_win_over_the_environment_and_both_over_defaults(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
