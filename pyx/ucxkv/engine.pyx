@@ -187,7 +187,7 @@ cdef class NativeEngine:
         params.length = count * sizeof(uint64_t)
         params.prot = prot
         check(ucp_mem_map(self.core.rma.context, &params, &memh),
-              "register the engine's tables (on RDMA fabrics check ulimit -l)")
+              "register the engine's tables")
         return memh
 
     cdef bytes _pack(self, ucp_mem_h memh):

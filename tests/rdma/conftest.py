@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from children import actions
 from harness import Peer, wait_until
 from rdma import wire
+
+# Random cases are made by the tests of pairs.
+sys.path.append(str(Path(__file__).parents[1] / "pair"))
 
 OWNER, PULLER = 0, 1
 TRANSPORT = os.environ.get("UCXKV_TEST_RDMA")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 import model
+import test_blocks
+import test_push
 from children import actions, blocks, landing, pushing
 from harness import Peer, rounds
-from pair import test_blocks, test_push
 
 pytestmark = [pytest.mark.rdma("rc"), pytest.mark.timeout(600)]
 
