@@ -19,7 +19,7 @@ MODULES = (
 )
 BUSYBOX = ("/bin/busybox", "/usr/bin/busybox")
 QEMU = "qemu-system-x86_64"
-PROGRAMS = (QEMU, "cpio", "gzip", "depmod", "rdma", "ip", "sysctl")
+PROGRAMS = (QEMU, "setpriv", "cpio", "gzip", "depmod", "rdma", "ip", "sysctl")
 PACKAGES = (
     "qemu-system-x86 busybox-static cpio kmod procps iproute2 rdma-core ibverbs-providers libucx0"
 )

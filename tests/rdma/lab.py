@@ -82,6 +82,8 @@ def _emulator(job: Path, memory: str) -> list[str]:
         shares += ["-fsdev", f"local,id={tag},path={path},security_model=none,multidevs=remap"]
         shares += ["-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"]
     return [
+        # It ends with this process, however that ends.
+        *("setpriv", "--pdeathsig", "KILL"),
         *(QEMU, "-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2", "-m", memory),
         *("-kernel", str(machine.kernel), "-initrd", str(machine.initramfs)),
         *("-append", "console=ttyS0 quiet loglevel=1 panic=-1 mitigations=off no_timer_check"),
