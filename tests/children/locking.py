@@ -46,10 +46,3 @@ def register(ctx: Context, nbytes: int, limit: int) -> Outcome:
     tensor = np.zeros((1, nbytes), np.uint8)
     with limited(limit):
         return actions.attempt(lambda: ctx.engine.register_kv_cache(None, [tensor]))
-
-
-def start_engine(ctx: Context, limit: int) -> Outcome:
-    with limited(limit):
-        return actions.attempt(
-            lambda: actions.start_engine(ctx, 1, {"path": "get", "listen": "127.0.0.1:0"})
-        )

@@ -12,7 +12,6 @@ from harness import Peer, wait_until
 from rdma import wire
 from rdma.conftest import OWNER, PULLER, End, link
 
-# The longer ones are marked as slow: what is left is the heart of it.
 pytestmark = [pytest.mark.rdma("rc"), pytest.mark.timeout(600)]
 
 # Far more than the guest moves in the time it is given.
@@ -71,6 +70,7 @@ def test_deadline_with_a_stopped_owner(ends: tuple[Peer, Peer], large: int) -> N
     check_small_pull(ends)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [OWNER, PULLER], ids=["owner", "puller"])
 def test_port_goes_down(ends: tuple[Peer, Peer], large: int, mended: None, end: int) -> None:
     _owner, puller = ends
@@ -82,6 +82,7 @@ def test_port_goes_down(ends: tuple[Peer, Peer], large: int, mended: None, end: 
     check_small_pull(ends)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["5%", "100%"])
 def test_packets_are_lost(ends: tuple[Peer, Peer], large: int, mended: None, loss: str) -> None:
     _owner, puller = ends
@@ -111,6 +112,7 @@ def test_unregistered_memory_is_refused_by_the_device(ends: tuple[Peer, Peer]) -
     check_small_pull(ends)
 
 
+@pytest.mark.slow
 def test_unlink_and_link_again(ends: tuple[Peer, Peer]) -> None:
     owner, puller = ends
     puller.unlink(owner, timeout_ms=5000)
@@ -119,6 +121,7 @@ def test_unlink_and_link_again(ends: tuple[Peer, Peer]) -> None:
     check_small_pull(ends)
 
 
+@pytest.mark.slow
 def test_owner_is_killed_in_mid_pull_and_comes_back() -> None:
     with End(OWNER, fresh=True) as owner, End(PULLER) as puller:
         link(puller, owner)

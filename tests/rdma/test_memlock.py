@@ -18,10 +18,3 @@ def test_registering_more_than_may_be_locked() -> None:
         # Nothing is left of it, and what fits is registered.
         owner.call(actions.make_cache, "kv", 2, (1, 50_000))
         owner.call(actions.drop_cache, "kv")
-
-
-def test_an_engine_that_may_lock_nothing() -> None:
-    with End(OWNER, fresh=True, engine=False) as owner:
-        outcome = owner.call(locking.start_engine, 0)
-        assert not outcome.ok
-        assert "ulimit -l" in outcome.message, outcome

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-
-import model
 import test_blocks
 import test_push
+
+import model
 from children import actions, blocks, landing, pushing
 from harness import Peer, rounds
 
