@@ -11,6 +11,10 @@ from rdma.conftest import OWNER, PULLER, End, link
 pytestmark = [pytest.mark.rdma("ud"), pytest.mark.timeout(300)]
 
 
+@pytest.mark.xfail(
+    reason="seen with UCX 1.13.1: with ud_verbs among the streaming transports the owner closes the"
+    " link after a minute; the cause is not known yet"
+)
 def test_path_is_stream() -> None:
     owner: Peer
     puller: Peer
