@@ -19,6 +19,7 @@ PATHS = ("stream", "get")
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
     config.addinivalue_line("markers", "vllm: needs vLLM, and takes minutes")
+    config.addinivalue_line("markers", "rdma: wants RDMA devices (see tests/rdma/lab.py)")
     # A shell starts what runs in its background with SIGINT ignored, and children inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

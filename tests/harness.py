@@ -303,6 +303,9 @@ def environment(path: str, more: Mapping[str, str] | None = None) -> dict[str, s
         if not (key.startswith(("UCX_", "PYTEST_")) and not key.startswith("UCX_MEM_"))
         and key != "UCXKV_PATH"
     }
+    if "UCXKV_TEST_RDMA" in os.environ:
+        # What soft RoCE needs (see tests/rdma/lab.py).
+        env.update((key, value) for key, value in os.environ.items() if key.startswith("UCX_"))
     env["PYTHONDEVMODE"] = "1"
     env["PYTHONFAULTHANDLER"] = "1"
     # Its threads come and go, with forks for instance, and are none of ours.

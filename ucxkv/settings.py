@@ -205,9 +205,6 @@ def am_settings(
     alone = _one_network(options, rdma_usable() if rdma is None else rdma)
     if interface is not None and alone:
         defaults["NET_DEVICES"] = interface
-    alone = _one_network(options, rdma_usable() if rdma is None else rdma)
-    if interface is not None and alone:
-        defaults["NET_DEVICES"] = interface
     chosen = _devices(options, ports=not alone, interfaces=True)
     wanted = {"NET_DEVICES": ",".join(chosen)} if chosen else {}
     if not alone:

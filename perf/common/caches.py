@@ -17,6 +17,7 @@ from common.cpu import cpu_seconds
 from common.workers import Worker
 
 _PATIENCE_MS = 60_000
+_CONNECTING_SECONDS = 30.0
 OWNER, PULLER = 1, 2
 
 
@@ -31,6 +32,7 @@ class Engine:
     ) -> None:
         self.caches: dict[str, ucxkv.Cache] = {}
         self.tensors: dict[str, list[np.ndarray]] = {}
+        self._wants_get = path == "get"
         options = ucxkv.Options(listen=listen, path=path, sync_cache_wait_time_ms=_PATIENCE_MS)
         role = ucxkv.LlmRole.PROMPT if cluster_id == OWNER else ucxkv.LlmRole.DECODER
         self.engine = ucxkv.LlmDataDist(cluster_id, role, options)
@@ -67,7 +69,16 @@ class Engine:
         start = time.perf_counter()
         peer = ucxkv.ClusterInfo(cluster_id, [ucxkv.IpInfo(*address)])
         self.engine.link_llm_clusters([peer], timeout_ms=_PATIENCE_MS)
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        # Where RDMA connects slowly a link is up before it is known that GETs reach the peer.
+        end = time.monotonic() + _CONNECTING_SECONDS
+        while self._wants_get and self._path_to(cluster_id) != "get" and time.monotonic() < end:
+            time.sleep(0.01)
+        return seconds
+
+    def _path_to(self, cluster_id: int) -> str:
+        links = self.engine.links()
+        return next((link.path for link in links if link.cluster_id == cluster_id), "")
 
     def cpu(self) -> float:
         """CPU seconds of this process."""

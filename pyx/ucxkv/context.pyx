@@ -1,5 +1,7 @@
 """UCX contexts and workers: one pair for GETs, one pair per network interface for streaming."""
 
+from ucxkv import memlock
+
 from libc.stdio cimport FILE, fclose
 from libc.stdlib cimport free
 from libc.string cimport memset
@@ -49,7 +51,8 @@ class UcxError(RuntimeError):
 
 cdef int check(ucs_status_t status, str what) except -1:
     if status != UCS_OK:
-        raise UcxError(f"UCX cannot {what}: {ucs_status_string(status).decode()}")
+        raise UcxError(
+            f"UCX cannot {what}: {ucs_status_string(status).decode()}{memlock.advice()}")
     return 0
 
 

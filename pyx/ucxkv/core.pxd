@@ -401,6 +401,8 @@ cdef struct Link:
     bint renewed                # they have grown: what the peer had sent may be lost
     int get_trial               # 0 not begun, 1 running, 2 decided
     bint get_ok
+    bint get_late               # decided without an answer, which may still come
+    bint reached                # a GET has landed over the present endpoint
     uint64_t trial_by
     GetOp trial
     uint64_t words_address
@@ -478,6 +480,7 @@ cdef struct Core:
     int notify_fd
     int pid
     Worker rma
+    bint abandoned              # an endpoint of it could not be closed, so it never will be
     Worker am[MAX_AM_WORKERS]
     int n_am
     Link** links                # by slot

@@ -11,7 +11,6 @@ cdef class NativeLink:
     cdef Link* link
     cdef int worker
     cdef object _engine         # keeps `core` alive
-    cdef list _lanes(self, Plane* plane)
 
 
 cdef NativeLink link_create(object engine, Core* core, int worker)

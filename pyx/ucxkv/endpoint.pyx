@@ -32,7 +32,7 @@ from ucxkv.core cimport (
     core_wake,
     random64,
 )
-from ucxkv.lanes cimport MAX_LANES, lanes_query, ucp_transport_entry_t
+from ucxkv.lanes cimport lanes_names, lanes_old_release
 from ucxkv.pthread cimport now_ns
 from ucxkv.transfer cimport totals_dict, transfer_end_all
 from ucxkv.ucp cimport (
@@ -58,6 +58,10 @@ from ucxkv.ucp cimport (
     ucs_status_t,
 )
 
+
+# Debian's build of UCX 1.13 ends the process when an RDMA endpoint is closed, or destroyed with its
+# worker, while messages that connect it wait to be sent ("got REQ message"); 1.14 does not.
+cdef bint wiring_is_fatal = lanes_old_release()
 
 cdef enum:
     BACKOFF_FIRST_NS = 1000000
@@ -108,6 +112,8 @@ cdef bint plane_open(Link* link, Plane* plane) noexcept nogil:
     params.err_handler.arg = link
     plane.failed = False
     plane.error = UCS_OK
+    if plane == &link.rma:
+        link.reached = False
     status = ucp_ep_create(plane.worker.worker, &params, &plane.ep)
     if status != UCS_OK:
         plane.ep = NULL
@@ -139,6 +145,16 @@ cdef void plane_close(Link* link, Plane* plane) noexcept nogil:
     plane.close_request = NULL if UCS_PTR_IS_ERR(request) else request
 
 
+cdef void plane_abandon(Link* link, Plane* plane) noexcept nogil:
+    """Have done with an endpoint that cannot be closed; its worker is left to it."""
+    plane.state = CLOSED
+    plane.ep = NULL
+    link.core.abandoned = True
+    # The trial that is under way may still end.
+    link.words_rkey = NULL
+    link.refs += 1
+
+
 cdef bint plane_step(Link* link, Plane* plane, uint64_t now) noexcept nogil:
     """Move `plane` on; True when it has been closed, or not been opened: nothing is in flight."""
     if plane.state == OPEN and plane.failed:
@@ -148,6 +164,10 @@ cdef bint plane_step(Link* link, Plane* plane, uint64_t now) noexcept nogil:
         # the streaming plane refers to buffers of our own, so there is no hurry.
         if plane == &link.am and plane.error == UCS_OK and plane.outstanding > 0:
             return False
+        if plane == &link.rma and link.trial.busy and plane.error == UCS_OK and wiring_is_fatal:
+            if link.closing:
+                plane_abandon(link, plane)
+            return link.closing
         plane_close(link, plane)
     if plane.state == CLOSING:
         if (plane.close_request != NULL
@@ -434,21 +454,9 @@ cdef class NativeLink:
 
     @property
     def transports(self):
-        """Names of the UCX transports in use, e.g. ("tcp/lo", "cma/memory"); () before UCX 1.14."""
+        """Names of the UCX transports in use, e.g. ("tcp/lo", "cma/memory")."""
         names = []
-        for name in self._lanes(&self.link.am) + self._lanes(&self.link.rma):
+        for name in lanes_names(self.core, &self.link.am) + lanes_names(self.core, &self.link.rma):
             if name not in names:
                 names.append(name)
         return tuple(names)
-
-    cdef list _lanes(self, Plane* plane):
-        cdef ucp_transport_entry_t[MAX_LANES] entries
-        cdef int i, count
-        with nogil:
-            core_lock(self.core)
-            count = lanes_query(plane, entries)
-            core_unlock(self.core)
-        return [
-            f"{entries[i].transport_name.decode()}/{entries[i].device_name.decode()}"
-            for i in range(count)
-        ]

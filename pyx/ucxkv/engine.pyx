@@ -187,7 +187,7 @@ cdef class NativeEngine:
         params.length = count * sizeof(uint64_t)
         params.prot = prot
         check(ucp_mem_map(self.core.rma.context, &params, &memh),
-              "register the engine's tables (on RDMA fabrics check ulimit -l)")
+              "register the engine's tables")
         return memh
 
     cdef bytes _pack(self, ucp_mem_h memh):
@@ -269,7 +269,9 @@ cdef class NativeEngine:
                     ucp_mem_unmap(core.rma.context, core.scratch_memh)
                 core.words_memh = NULL
                 core.scratch_memh = NULL
-            worker_close(&core.rma)
+            if not core.abandoned:
+                worker_close(&core.rma)
+            core.rma.context = NULL
             pthread_mutex_unlock(&core.mapping)
             # Links whose last messages nobody took went with their workers.
             while core.first_link != NULL:

@@ -156,12 +156,14 @@ cdef uint64_t* trial_words(Link* link) noexcept nogil:
 cdef void on_trial(void* request, ucs_status_t status, void* user_data) noexcept nogil:
     cdef Link* link = (<GetOp*>user_data).link
     cdef bint landed = over(<GetOp*>user_data, request, status)
-    if link.get_trial == 1:
+    link.reached = landed
+    if link.get_trial == 1 or link.get_late:
         decide_trial(link, landed and trial_words(link)[WORD_PROOF] == link.word0)
 
 
 cdef void decide_trial(Link* link, bint ok) noexcept nogil:
     link.get_trial = 2
+    link.get_late = False
     link.get_ok = ok
     if ok:
         cma_trial(link, trial_words(link)[WORD_PID])
@@ -184,25 +186,38 @@ cdef bint words_unpacked(Link* link) noexcept nogil:
 
 
 cdef void get_trial(Link* link, uint64_t now) noexcept nogil:
-    """Find out whether GETs reach the peer: read the first words of its table and compare."""
-    if link.get_trial == 2:
+    """Try each endpoint with a GET of the first words of the peer's table.
+
+    The first answer tells whether GETs reach the peer.  A link does not wait long for it, but takes
+    it whenever it comes.  Until it has come nothing else is posted: an endpoint that is still being
+    connected keeps operations for as long as the peer does not answer, and fences would wait too.
+    """
+    if link.get_trial != 2:
+        if link.trial_by == 0:
+            link.trial_by = now + TRIAL_NS
+            core_timer(link.core, link.trial_by, True)
+        # Two hosts, or two containers, may have no transport for GETs in common.
+        if link.rma.state == CLOSED and link.rma.error != UCS_OK:
+            decide_trial(link, False)
+        elif now >= link.trial_by and link.trial.busy:
+            link.get_trial = 2
+            link.get_late = True
+            core_notify(link.core)
+        elif now >= link.trial_by:
+            decide_trial(link, False)
+    if (not link.rma.wanted or link.rma.state != OPEN or link.rma.failed or link.reached
+            or link.trial.busy):
         return
-    if link.trial_by == 0:
-        link.trial_by = now + TRIAL_NS
-        core_timer(link.core, link.trial_by, True)
-    # Two hosts, or two containers, may have no transport for GETs in common.
-    if now >= link.trial_by or (link.rma.state == CLOSED and link.rma.error != UCS_OK):
+    if link.get_trial == 0:
+        link.get_trial = 1
+    if words_unpacked(link):
+        trial_words(link)[WORD_PROOF] = 0
+        post(link, &link.trial, trial_words(link), OWN_WORDS * sizeof(uint64_t),
+             link.words_address, link.words_rkey, link.core.scratch_memh, on_trial)
+    elif link.get_trial == 1:
         decide_trial(link, False)
-        return
-    if link.get_trial != 0 or link.rma.state != OPEN or link.rma.failed:
-        return
-    link.get_trial = 1
-    if not words_unpacked(link):
-        decide_trial(link, False)
-        return
-    trial_words(link)[WORD_PROOF] = 0
-    post(link, &link.trial, trial_words(link), OWN_WORDS * sizeof(uint64_t),
-         link.words_address, link.words_rkey, link.core.scratch_memh, on_trial)
+    else:
+        plane_fail(link, &link.rma, link.error)
 
 
 cdef bint rkey_unpacked(Link* link, RemoteMem* remote, uint32_t region) noexcept nogil:
@@ -280,7 +295,7 @@ cdef void get_pump(Link* link) noexcept nogil:
     cdef int budget = POSTS_A_TURN
     cdef Transfer* t
     cdef bint posted
-    if link.rma.state != OPEN or not link.get_ok:
+    if link.rma.state != OPEN or not link.get_ok or not link.reached:
         return
     while not link.rma.failed:
         t = link.due[TO_CHECK]

@@ -1,6 +1,6 @@
 """The transports under an endpoint (see lanes.pyx)."""
 
-from ucxkv.core cimport Plane
+from ucxkv.core cimport Core, Plane
 
 
 cdef extern from "ucp/api/ucp.h" nogil:
@@ -15,3 +15,5 @@ cdef enum:
 
 cdef int lanes_query(Plane* plane, ucp_transport_entry_t* entries) noexcept nogil
 cdef bint lanes_use(Plane* plane, const char* transport) noexcept nogil
+cdef bint lanes_old_release() noexcept nogil
+cdef list lanes_names(Core* core, Plane* plane)

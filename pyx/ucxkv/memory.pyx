@@ -10,6 +10,8 @@ The owner of the Python objects behind the addresses is ``ucxkv.catalogue``: it 
 after :meth:`LocalCache.retire` has said that nothing refers to the memory any more.
 """
 
+from ucxkv import memlock
+
 cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from libc.stdint cimport int64_t, uint32_t, uint64_t
@@ -100,7 +102,7 @@ cdef void region_map(Core* core, Region* region, unsigned int prot) except *:
         region.memh = NULL
         raise MemoryError(
             f"UCX cannot register {region.length} bytes: {ucs_status_string(status).decode()}"
-            " (on RDMA fabrics check the locked-memory limit, ulimit -l)")
+            f"{memlock.advice()}")
 
 
 def merge_ranges(starts, Py_ssize_t length):

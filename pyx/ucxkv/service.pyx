@@ -246,7 +246,8 @@ cdef uint64_t sleep_limit(Core* core) noexcept nogil:
     if core.n_closing > 0:
         return SLEEP_CLOSING_NS
     while link != NULL:
-        if link.am.outstanding > 0 or link.rma.outstanding > 0:
+        # A trial may take for ever.
+        if link.am.outstanding > 0 or link.rma.outstanding > <unsigned int>link.get_late:
             return SLEEP_BUSY_NS
         link = link.next
     return SLEEP_IDLE_NS

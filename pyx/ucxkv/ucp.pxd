@@ -144,6 +144,7 @@ cdef extern from "ucp/api/ucp.h" nogil:
                                   ucp_context_h* context_p)
     void ucp_cleanup(ucp_context_h context)
     void ucp_context_print_info(ucp_context_h context, FILE* stream)
+    void ucp_ep_print_info(ucp_ep_h ep, FILE* stream)
     const char* ucp_get_version_string()
     void ucp_get_version(unsigned int* major, unsigned int* minor, unsigned int* release)
 

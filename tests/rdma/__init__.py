@@ -1,0 +1,1 @@
+"""What can only be shown with RDMA: a guest with soft RoCE, and the tests that run in it."""
