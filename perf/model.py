@@ -17,6 +17,7 @@ processor.  They have not been checked on any: they are to be read as "what woul
 
 from __future__ import annotations
 
+import math
 import argparse
 import contextlib
 import random
@@ -343,11 +344,15 @@ def smallest_window(path: loggp.Path, span_bytes: int, rails: int) -> int:
 
 
 def even_span(path: loggp.Path) -> float:
-    """Bytes of a span that costs as much for being one as for its bytes: merging pays below."""
+    """Bytes of a span that costs as much for being one as for its bytes: merging pays below.
+
+    Infinite where so little was measured that bytes seemed to cost nothing.
+    """
     parts = path.puller, path.owner, path.wire
     single = path.operation_spans == 1
     span = max(part.span + single * part.operation for part in parts)
-    return span / max(part.byte for part in parts)
+    byte = max(part.byte for part in parts)
+    return span / byte if byte > 0 else math.inf
 
 
 def validation_table(found: dict[str, loggp.Path], points: Sequence[Point]) -> object:
