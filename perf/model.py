@@ -17,9 +17,9 @@ processor.  They have not been checked on any: they are to be read as "what woul
 
 from __future__ import annotations
 
-import math
 import argparse
 import contextlib
+import math
 import random
 import sys
 import time
