@@ -1,7 +1,7 @@
 """Engines for the tests of the vLLM connector.
 
 Without vLLM they are skipped, unless UCXKV_TEST_VLLM=required.  With it, they want its CPU build,
-torch, and this project importable: ``python -m pytest tests/integration/vllm``.
+torch, and this project importable: ``python -m pytest tests/integration/vllm_engines``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ import psutil
 import pytest
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
-# For the tests, and for the processes that they start.
-for place in (ROOT, ROOT / "examples", HERE):
-    if str(place) not in sys.path:
-        sys.path.insert(0, str(place))
+# For the tests, and for the processes that they start; behind what is installed.
+sys.path.append(str(HERE.parents[2] / "examples"))
 
 HAVE_VLLM = importlib.util.find_spec("vllm") is not None
 

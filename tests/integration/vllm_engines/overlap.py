@@ -1,6 +1,6 @@
 """Layers are computed while later ones are still on their way: timestamps, and a plot of them.
 
-    PYTHONPATH=.:examples python tests/integration/vllm/overlap.py --plot overlap.png
+    PYTHONPATH=.:examples python tests/integration/vllm_engines/overlap.py --plot overlap.png
 
 Prefill is stopped most of the time, which slows its sending down.
 """
