@@ -9,20 +9,26 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import ucxkv
 from harness import Peer, environment
 
 DOCTOR = [sys.executable, "-m", "ucxkv", "doctor"]
 SECONDS = 90
+# A folder with no other ucxkv than the one that is tested, which is found wherever that is.
+HERE = Path(__file__).parent
+FOUND = {"PYTHONPATH": str(Path(ucxkv.__file__).parents[1])}
 
 
 def run(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*DOCTOR, *arguments],
-        env={**os.environ, **(env or {})},
+        cwd=HERE,
+        env={**os.environ, **(env or {}), **FOUND},
         capture_output=True,
         text=True,
         timeout=SECONDS,
@@ -49,7 +55,8 @@ def levels(found: dict[str, Any]) -> dict[str, str]:
 def listening(env: Mapping[str, str] | None = None) -> Iterator[str]:
     with subprocess.Popen(
         [*DOCTOR, "--listen", "127.0.0.1:0", "--seconds", str(SECONDS)],
-        env={**os.environ, **(env or {})},
+        cwd=HERE,
+        env={**os.environ, **(env or {}), **FOUND},
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
