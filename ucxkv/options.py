@@ -29,9 +29,11 @@ class Options:
     devices: what UCX may use, such as ("mlx5_0:1", "eth0"): ports of RDMA devices and network
         interfaces; None (the default): every device, at UCX's choice.  Several RDMA ports are rails
         of one pull.  Without interfaces here, TCP is kept to the one that a link's address is at.
-    traffic_class, service_level, gid_index: what packets of RDMA devices carry: the traffic class
-        (0 to 255) of RoCE, the service level (0 to 15) of InfiniBand, which RoCE takes as the
-        priority, and which of its port's addresses they come from; None: UCX's choice.
+    traffic_class: that of RoCE packets (0 to 255); None: UCX's choice.
+    service_level: that of InfiniBand packets (0 to 15), which RoCE takes as the priority; None:
+        UCX's choice.
+    gid_index: which of its port's addresses packets of an RDMA device come from; None: UCX's
+        choice.
     ucx: UCX settings by their names without the UCX_ prefix, such as {"TLS": "tcp"}; they win over
         the environment's.
 
